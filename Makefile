@@ -1,0 +1,67 @@
+# Every target sets up what it needs; the first run takes a few minutes, later ones none.
+
+PYTHON ?= python3
+PIP_FLAGS ?= -qq
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench format clean compiler-wanted compiler-needed
+
+help: ## Print this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: compiler-wanted .venv/.installed ## Train, translate and look inside, on this computer
+	@$(BIN)/clearhead demo
+
+# One thread each: the test processes already fill the cores.
+test: compiler-needed .venv/.installed ## Run all tests
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
+
+check: .venv/.installed ## Check format, lint, types, import arrows and public names
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest tests/test_arrows.py tests/test_public_names.py
+
+bench: compiler-needed .venv-bench/.installed ## Measure speed and memory beside other libraries
+	@.venv-bench/bin/python benchmarks/run.py
+
+format: .venv/.installed ## Format the code and apply the lint fixes that are safe
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## Remove caches and build leftovers; environments and runs/ stay
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
+
+# $(call install,ENVIRONMENT,EXTRAS): the constraints fix every version, torch included.
+define install
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+	  echo "clearhead needs Python 3.10 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true); choose another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot create environments: its venv module is missing; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "creating $(1) and installing (a few minutes the first time)"
+	@$(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(1)
+	@$(1)/bin/python -m pip install $(PIP_FLAGS) --disable-pip-version-check -c constraints.txt -e ".[$(2)]" || { \
+	  echo "installing into $(1) failed; to see every step: make PIP_FLAGS= $(MAKECMDGOALS)" >&2; exit 1; }
+	@touch $@
+endef
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(call install,.venv,dev$(COMMA)demo)
+
+.venv-bench/.installed: pyproject.toml constraints.txt
+	$(call install,.venv-bench,bench)
+
+COMMA := ,
+# What torch.compile looks for: $CXX or g++, and the headers it includes.
+CAN_COMPILE = command -v "$${CXX:-g++}" >/dev/null 2>&1 && { $(PYTHON) -c 'import os, sys, sysconfig; \
+  sys.exit(0 if os.path.exists(sysconfig.get_path("include") + "/Python.h") else 3)' 2>/dev/null; test $$? -ne 3; }
+CANNOT_COMPILE = no C++ compiler or no Python headers found, and torch.compile needs both on the CPU; \
+  on Debian or Ubuntu: apt install g++ python3-dev, on macOS: xcode-select --install
+
+compiler-wanted:
+	@{ $(CAN_COMPILE); } || echo "warning: $(CANNOT_COMPILE)" >&2
+
+compiler-needed:
+	@{ $(CAN_COMPILE); } || { echo "error: $(CANNOT_COMPILE)" >&2; exit 1; }
