@@ -1,0 +1,73 @@
+"""clearhead: the Transformer as one library, to read and to use.
+
+    import clearhead as ch
+    model = ch.build(ch.preset("gpt2", n_layers=4))
+
+Names are looked up when first used, so that importing this, and `clearhead --help`, loads no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from clearhead.version import __version__
+
+if TYPE_CHECKING:
+    from clearhead.config import Config
+    from clearhead.errors import (
+        CheckpointError,
+        ClearheadError,
+        ConfigError,
+        InputError,
+        MissingExtraError,
+    )
+    from clearhead.families import preset, presets
+    from clearhead.inside import probe
+    from clearhead.models import Decoder, Encoder, EncoderDecoder, build
+
+# Each public name, and the room it lives in.
+_ROOMS = {
+    "Config": "config",
+    "CheckpointError": "errors",
+    "ClearheadError": "errors",
+    "ConfigError": "errors",
+    "InputError": "errors",
+    "MissingExtraError": "errors",
+    "Decoder": "models",
+    "Encoder": "models",
+    "EncoderDecoder": "models",
+    "build": "models",
+    "preset": "families",
+    "presets": "families",
+    "probe": "inside",
+}
+
+__all__ = [
+    "CheckpointError",
+    "ClearheadError",
+    "Config",
+    "ConfigError",
+    "Decoder",
+    "Encoder",
+    "EncoderDecoder",
+    "InputError",
+    "MissingExtraError",
+    "__version__",
+    "build",
+    "preset",
+    "presets",
+    "probe",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"clearhead has no {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(f"clearhead.{_ROOMS[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,0 +1,58 @@
+"""The command line: one thin file per command, torch loaded only by those that compute.
+
+Errors a user can cause are printed in one line and exit with 1 (`--debug` shows where they came from); wrong usage exits with 2.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from clearhead.cli import demo, presets
+from clearhead.errors import ClearheadError
+from clearhead.version import __version__
+
+app = typer.Typer(
+    name="clearhead",
+    help="The Transformer as one library: build, train, run, serve and look inside.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("presets")(presets.run)
+app.command("demo")(demo.run)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"clearhead {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the whole traceback.")] = False,
+) -> None:
+    if debug:
+        os.environ["CLEARHEAD_DEBUG"] = "1"
+
+
+def main() -> None:
+    """The entry point of `clearhead`."""
+    try:
+        app()
+    except ClearheadError as error:
+        if os.environ.get("CLEARHEAD_DEBUG"):
+            raise
+        print(f"clearhead: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("clearhead: stopped", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,94 @@
+"""`clearhead demo`: the core at work, on nothing but what is installed."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.table import Table
+
+SENTENCE = ["the", "cat", "sat", "on", "the", "mat", "because", "it", "was", "very", "tired"]
+
+
+def run() -> None:
+    """Build every family from the one core, run it, and draw what attention looks at."""
+    console = Console()
+    # A pipe has no width to fit, and a log no colours to lose: the pictures keep theirs only on a terminal.
+    if not console.is_terminal:
+        console = Console(width=120)
+    _families(console)
+    _pictures(console)
+    console.print(
+        "Every named size: [bold]clearhead presets[/]. From Python: [bold]import clearhead as ch[/] (see the README)."
+    )
+
+
+def _families(console: Console) -> None:
+    import torch
+
+    from clearhead.costs.parameters import count_parameters
+    from clearhead.families import PAGES, preset
+    from clearhead.models import build
+
+    table = Table(title="One core, nine families", title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for heading in ("family", "first size", "shape", "positions", "norm", "feed-forward"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("parameters", "tiny one: output", "ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    with console.status("building nine models"):
+        for family, page in PAGES.items():
+            name = next(iter(page.SIZES))
+            config = preset(name)
+            tiny = build(preset(name, n_layers=2, d_model=64, n_heads=4, d_head=16, d_ff=128))
+            tokens = torch.randint(0, 33, (2, 16))
+            pictures, sound = torch.rand(2, 3, 224, 224), torch.rand(2, 80, 200)
+            inputs = {"tokens": (tokens,), "patches": (pictures,), "frames": (sound,)}[config.inputs]
+            inputs = (*inputs, tokens) if config.shape == "encoder-decoder" else inputs
+            start = time.perf_counter()
+            with torch.no_grad():
+                out = tiny.eval()(*inputs)
+            took = 1000 * (time.perf_counter() - start)
+            order = "" if config.norm == "none" else " before" if config.norm_first else " after"
+            table.add_row(
+                family,
+                name,
+                config.shape,
+                config.positions,
+                config.norm + order,
+                ("gated " if config.gated else "") + config.feedforward,
+                f"{sum(count_parameters(config).values()):,}",
+                str(tuple(out.shape)),
+                f"{took:.0f}",
+            )
+    console.print(table)
+    console.print()
+
+
+def _pictures(console: Console) -> None:
+    import torch
+    from rich.columns import Columns
+
+    from clearhead.families import preset
+    from clearhead.inside import probe
+    from clearhead.inside.pictures import heat_map
+    from clearhead.models import build
+
+    words = sorted(set(SENTENCE))
+    tokens = torch.tensor([[words.index(word) for word in SENTENCE]])
+    small = dict(n_layers=1, d_model=64, n_heads=4, d_head=16, d_ff=128, vocab_size=len(words), init_std=0.1)
+    views = {
+        "gpt2: only the past": (preset("gpt2", **small), 0),
+        "mistral: a window of 4": (preset("mistral-7b", **small, n_kv_heads=2, window=4), 0),
+        "alibi: nearer is louder": (preset("gpt2", **small, positions="alibi"), 0),
+        "bert: both ways": (preset("bert-base", **small), 1),
+    }
+    console.print(
+        "What each word may look at, and how strongly (random weights: the shapes are the masks' and positions')."
+    )
+    pictures = []
+    for title, (config, head) in views.items():
+        model = build(config).eval()
+        with probe(model, "blocks.0.attention.weights") as seen, torch.no_grad():
+            model(tokens)
+        pictures.append(heat_map(seen["blocks.0.attention.weights"][0, head], SENTENCE, title=title))
+    console.print(Columns(pictures, padding=(0, 3)))

@@ -1,0 +1,47 @@
+"""`clearhead presets`: every named size in one table."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from clearhead.config import Config
+from clearhead.costs.parameters import count_parameters
+from clearhead.errors import ConfigError, did_you_mean
+
+
+def run(
+    family: Annotated[str | None, typer.Argument(help="Only this family's sizes, e.g. llama.")] = None,
+) -> None:
+    """Show every named size: name, family, shape, layers, width, heads, parameters."""
+    from clearhead.families import PAGES, preset, presets
+
+    if family is not None and family not in PAGES:
+        raise ConfigError(f"there is no family {family!r}; {did_you_mean(family, PAGES)}")
+    configs = {name: preset(name) for name in presets()}
+    table = preset_table({n: c for n, c in configs.items() if family in (None, c.family)})
+    console = Console()
+    # A pipe has no width to fit: the table keeps its own.
+    console.print(table, width=None if console.is_terminal else 120)
+
+
+def preset_table(configs: dict[str, Config]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("name", "family", "shape"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("layers", "width", "heads", "parameters"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    family = None
+    for name, config in configs.items():
+        if family not in (None, config.family):
+            table.add_section()
+        family = config.family
+        layers = f"{config.n_layers}+{config.n_decoder_layers}" if config.n_decoder_layers else str(config.n_layers)
+        shared = config.n_kv_heads != config.n_heads
+        heads = f"{config.n_heads}/{config.n_kv_heads}" if shared else str(config.n_heads)
+        total = sum(count_parameters(config).values())
+        table.add_row(name, config.family, config.shape, layers, str(config.d_model), heads, f"{total:,}")
+    return table

@@ -1,0 +1,260 @@
+"""One frozen config says everything a model is. It checks itself once, when it is made.
+
+Every difference between families is a field here; no code anywhere asks for a family's name. A size of 0 means "derive it"
+and is filled in at construction (TOML, where recipes live, has no null), so a finished config always holds real numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from clearhead.errors import ConfigError, did_you_mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What to build: `ch.preset(name, **changes)` makes one, `ch.build(config)` makes the model."""
+
+    shape: Literal["decoder", "encoder", "encoder-decoder"]
+    family: str = "custom"  # which page of families/ reads and writes its checkpoints
+
+    # Sizes.
+    d_model: int
+    n_layers: int  # of each stack, in an encoder-decoder
+    n_decoder_layers: int = 0  # 0: n_layers
+    n_heads: int
+    n_kv_heads: int = 0  # 0: n_heads; fewer: grouped-query; 1: multi-query
+    d_head: int = 0  # 0: d_model / n_heads
+    d_ff: int = 0  # 0: 4 d_model
+    vocab_size: int = 0
+    source_vocab_size: int = 0  # 0: source and target share one embedding
+    max_len: int = 0  # 0: for pictures, what the patches need
+    max_source_len: int = 0  # 0: max_len
+
+    # What enters.
+    inputs: Literal["tokens", "patches", "frames"] = "tokens"
+    embedding_scale: bool = False  # times sqrt(d_model), section 3.4 of the paper
+    embedding_norm: bool = False  # BERT
+    n_segments: int = 0  # BERT's token types
+    image_size: int = 224
+    patch_size: int = 16
+    n_channels: int = 3
+    n_mels: int = 80
+
+    # Positions.
+    positions: Literal["sinusoidal", "learned", "rotary", "alibi", "t5", "none"] = "sinusoidal"
+    sinusoid_halves: bool = False  # all sines, then all cosines (Marian); the paper alternates them
+    rotary_base: float = 10_000.0
+    rotary_interleaved: bool = False  # pairs (0, 1), (2, 3) ... instead of (i, i + d_head / 2)
+    rotary_scaling: Literal["none", "linear", "llama3"] = "none"
+    rotary_factor: float = 1.0
+    rotary_low: float = 1.0  # llama3: wavelengths per original_len below which nothing is kept
+    rotary_high: float = 4.0  # llama3: wavelengths per original_len above which all is kept
+    rotary_original_len: int = 8192
+    t5_buckets: int = 32
+    t5_max_distance: int = 128
+
+    # Norm, attention, feed-forward.
+    norm: Literal["layer", "rms", "none"] = "layer"
+    norm_first: bool = False  # the paper norms after each step; most models since, before
+    norm_eps: float = 1e-5
+    bias: bool = True
+    attention_bias: str = "auto"  # which of q k v o carry a bias, e.g. "qkv"; auto: all or none, as `bias` says
+    qk_norm: bool = False
+    attention_scale: float = 0.0  # 0: 1 / sqrt(d_head)
+    window: int = 0  # 0: none; n: a token sees itself and the n - 1 before it (and after it, in an encoder)
+    feedforward: Literal["relu", "gelu", "gelu_tanh", "silu", "relu2"] = "relu"
+    gated: bool = False
+    dropout: float = 0.0  # on embeddings and on each step's output
+    attention_dropout: float = 0.0
+    kernel: Literal["auto", "explicit", "fused", "flex"] = "auto"
+
+    # What leaves.
+    head: Literal["auto", "none", "tokens", "classes"] = "auto"  # auto: none for an encoder, else tokens
+    tie_embeddings: bool = False
+    head_bias: Literal["none", "learned", "fixed"] = "none"
+    head_transform: bool = False  # BERT's dense + activation + norm before the vocabulary
+    head_scale: bool = False  # states times 1 / sqrt(d_model) before the vocabulary (T5 with a tied head)
+    n_classes: int = 0
+    pool: Literal["first", "mean"] = "first"
+    pooler: bool = False  # BERT's dense + tanh on the pooled state
+
+    # Initialisation.
+    init: Literal["normal", "truncated", "xavier", "fan_in"] = "normal"
+    init_std: float = 0.02
+    init_residual: Literal["same", "scaled", "zero"] = "same"  # projections that write to the residual stream
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        self._derive()
+        self._check_sizes()
+        self._check_inputs()
+        self._check_head()
+
+    @property
+    def n_patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Config:
+        """The config of these fields; an unknown or a missing one is an error that names the nearest or the absent."""
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise ConfigError(
+                    f"the config has no field {name!r} (value {values[name]!r}); {did_you_mean(name, known)}"
+                )
+        missing = [name for name in ("shape", "d_model", "n_layers", "n_heads") if name not in values]
+        if missing:
+            raise ConfigError(f"a config needs {', '.join(missing)}; got {sorted(values)}; add what is missing")
+        return cls(**values)
+
+    @classmethod
+    def from_json(cls, text: str) -> Config:
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"this config is not JSON ({error}); it should be what Config.to_json wrote") from None
+        if not isinstance(values, dict):
+            raise ConfigError(
+                f"a config is a JSON object; got {type(values).__name__}; write {{...}} with the fields' names"
+            )
+        return cls.from_dict(values)
+
+    def _derive(self) -> None:
+        for name in ("d_model", "n_layers", "n_heads"):
+            self._at_least(name, 1)
+        if self.d_head == 0:
+            if self.d_model % self.n_heads:
+                raise ConfigError(
+                    f"d_model={self.d_model} does not split into n_heads={self.n_heads} equal heads; "
+                    f"nearest that does: n_heads={nearest_divisor(self.d_model, self.n_heads)}, or set d_head"
+                )
+            self._fill("d_head", self.d_model // self.n_heads)
+        self._fill("n_kv_heads", self.n_heads)
+        self._fill("n_decoder_layers", self.n_layers if self.shape == "encoder-decoder" else 0)
+        self._fill("d_ff", 4 * self.d_model)
+        if self.inputs == "patches":
+            self._at_least("patch_size", 1)
+            self._fill("max_len", self.n_patches + 1)
+        self._fill("max_source_len", self.max_len)
+        if self.head == "auto":
+            object.__setattr__(self, "head", "none" if self.shape == "encoder" else "tokens")
+        if self.attention_bias == "auto":
+            object.__setattr__(self, "attention_bias", "qkvo" if self.bias else "")
+
+    def _check_sizes(self) -> None:
+        for name in ("n_kv_heads", "d_head", "d_ff", "max_len", "max_source_len", "n_channels", "n_mels"):
+            self._at_least(name, 1)
+        for name in ("window", "n_segments", "n_classes", "vocab_size", "source_vocab_size"):
+            self._at_least(name, 0)
+        if self.n_heads % self.n_kv_heads:
+            raise ConfigError(
+                f"n_heads={self.n_heads} does not split into n_kv_heads={self.n_kv_heads} equal groups; "
+                f"nearest that does: n_kv_heads={nearest_divisor(self.n_heads, self.n_kv_heads)}"
+            )
+        if self.positions == "rotary" and self.d_head % 2:
+            raise ConfigError(f"rotary positions turn pairs, and d_head={self.d_head} is odd; take {self.d_head + 1}")
+        if self.positions == "sinusoidal" and self.d_model % 2:
+            raise ConfigError(
+                f"sinusoidal positions come in pairs, and d_model={self.d_model} is odd; take {self.d_model + 1}"
+            )
+        if self.positions == "t5" and (
+            self.t5_buckets < 4 or self.t5_buckets % 2 or self.t5_max_distance <= self.t5_buckets
+        ):
+            raise ConfigError(
+                f"t5 positions need an even t5_buckets of at least 4, below t5_max_distance; got t5_buckets="
+                f"{self.t5_buckets}, t5_max_distance={self.t5_max_distance}; the paper has 32 and 128"
+            )
+        if not set(self.attention_bias) <= set("qkvo"):
+            raise ConfigError(
+                f"attention_bias={self.attention_bias!r} holds more than the letters q k v o; try 'qkvo' or ''"
+            )
+        for name in ("dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} is not a probability below 1; 0.1 is usual")
+        for name in ("norm_eps", "rotary_base", "rotary_factor", "init_std"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be above 0; the default is {_default(name)}")
+
+    def _check_inputs(self) -> None:
+        if self.inputs == "patches":
+            if self.shape != "encoder":
+                raise ConfigError(
+                    f"inputs='patches' is for shape='encoder'; got shape={self.shape!r}; change one of them"
+                )
+            if self.image_size < self.patch_size or self.image_size % self.patch_size:
+                whole = max(1, round(self.image_size / self.patch_size)) * self.patch_size
+                raise ConfigError(
+                    f"image_size={self.image_size} is no whole number of patches of {self.patch_size}; nearest: {whole}"
+                )
+            if self.max_len != self.n_patches + 1:
+                raise ConfigError(
+                    f"max_len={self.max_len}, but {self.n_patches} patches and a class token need {self.n_patches + 1}; "
+                    f"leave max_len out"
+                )
+        if self.inputs == "frames" and self.shape != "encoder-decoder":
+            raise ConfigError(
+                f"inputs='frames' is for shape='encoder-decoder'; got shape={self.shape!r}; change one of them"
+            )
+        if self.vocab_size == 0 and (self.inputs != "patches" or self.head == "tokens"):
+            raise ConfigError("vocab_size=0, but tokens enter or leave this model; set it to the tokenizer's size")
+        if self.source_vocab_size and (self.shape != "encoder-decoder" or self.inputs != "tokens"):
+            raise ConfigError(
+                f"source_vocab_size={self.source_vocab_size} is for encoder-decoders over tokens; "
+                f"got shape={self.shape!r}, inputs={self.inputs!r}; leave it out"
+            )
+
+    def _check_head(self) -> None:
+        if self.shape != "encoder" and self.head != "tokens":
+            raise ConfigError(f"shape={self.shape!r} ends in head='tokens'; got head={self.head!r}; leave head out")
+        if self.head == "classes" and self.n_classes < 1:
+            raise ConfigError(f"head='classes' needs n_classes of at least 1; got {self.n_classes}; set n_classes")
+        if self.tie_embeddings and (self.head != "tokens" or self.inputs == "patches"):
+            raise ConfigError(
+                f"tie_embeddings ties the token embedding to head='tokens'; got head={self.head!r}, "
+                f"inputs={self.inputs!r}; leave tie_embeddings out"
+            )
+
+    def _fill(self, name: str, value: int) -> None:
+        if getattr(self, name) == 0:
+            object.__setattr__(self, name, value)
+
+    def _at_least(self, name: str, least: int) -> None:
+        if getattr(self, name) < least:
+            raise ConfigError(f"{name}={getattr(self, name)} is too small; nearest valid: {name}={least}")
+
+
+def nearest_divisor(whole: int, wish: int) -> int:
+    """The divisor of `whole` nearest to `wish`; of two as near, the smaller."""
+    divisors = [d for d in range(1, whole + 1) if whole % d == 0]
+    return min(divisors, key=lambda d: (abs(d - wish), d))
+
+
+def _default(name: str) -> Any:
+    return next(field.default for field in fields(Config) if field.name == name)
+
+
+def _check_types(config: Config) -> None:
+    """A field of the wrong type is refused here, by name, before it can fail far away."""
+    for name, kind in get_type_hints(Config).items():
+        value = getattr(config, name)
+        if get_origin(kind) is Literal:
+            if value not in get_args(kind):
+                raise ConfigError(f"{name}={value!r} is not known; {did_you_mean(str(value), get_args(kind))}")
+        elif kind is float:
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(
+                    f"{name}={value!r} is a {type(value).__name__}; give a number such as {_default(name)}"
+                )
+            object.__setattr__(config, name, float(value))
+        elif type(value) is not kind:
+            raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; give a value of type {kind.__name__}")

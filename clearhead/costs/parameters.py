@@ -1,0 +1,81 @@
+"""How many parameters a config has, part by part, without building it (and without torch)."""
+
+from __future__ import annotations
+
+from clearhead.config import Config
+
+
+def count_parameters(config: Config) -> dict[str, int]:
+    """Parameters by part: embedding, attention, feedforward, norm, head. Their sum is the model's."""
+    c = config
+    encoder, decoder = _layers(c)
+    layers = encoder + decoder
+    crosses = decoder if c.shape == "encoder-decoder" else 0
+    return {
+        "embedding": _embedding(c),
+        "attention": (layers + crosses) * _attention(c),
+        "feedforward": layers * _feedforward(c),
+        "norm": _norms(c, layers, crosses),
+        "head": _head(c),
+    }
+
+
+def _layers(c: Config) -> tuple[int, int]:
+    match c.shape:
+        case "encoder":
+            return c.n_layers, 0
+        case "decoder":
+            return 0, c.n_layers
+        case _:
+            return c.n_layers, c.n_decoder_layers
+
+
+def _embedding(c: Config) -> int:
+    total = c.n_segments * c.d_model + c.source_vocab_size * c.d_model
+    match c.inputs:
+        case "tokens":
+            total += c.vocab_size * c.d_model
+        case "patches":
+            total += (c.n_channels * c.patch_size**2 + 1) * c.d_model + c.d_model  # projection, class token
+        case _:
+            total += c.vocab_size * c.d_model + (3 * c.n_mels + 1) * c.d_model + (3 * c.d_model + 1) * c.d_model
+    stacks = 2 if c.shape == "encoder-decoder" else 1
+    if c.positions == "learned":
+        total += (c.max_len + (c.max_source_len if stacks == 2 else 0)) * c.d_model
+    if c.positions == "t5":
+        total += stacks * c.t5_buckets * c.n_heads
+    return total
+
+
+def _attention(c: Config) -> int:
+    d_q, d_kv = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
+    widths = {"q": d_q, "k": d_kv, "v": d_kv, "o": c.d_model}
+    weights = c.d_model * (d_q + 2 * d_kv) + d_q * c.d_model
+    return weights + sum(widths[letter] for letter in c.attention_bias)
+
+
+def _feedforward(c: Config) -> int:
+    into = 2 if c.gated else 1
+    return (into + 1) * c.d_model * c.d_ff + ((into * c.d_ff + c.d_model) if c.bias else 0)
+
+
+def _norm(c: Config) -> int:
+    return {"layer": c.d_model * (2 if c.bias else 1), "rms": c.d_model, "none": 0}[c.norm]
+
+
+def _norms(c: Config, layers: int, crosses: int) -> int:
+    stacks = 2 if c.shape == "encoder-decoder" else 1
+    ends = stacks * (int(c.norm_first) + int(c.embedding_norm))
+    heads = 2 * c.d_head * (layers + crosses) if c.qk_norm else 0
+    return (2 * layers + crosses + ends) * _norm(c) + heads
+
+
+def _head(c: Config) -> int:
+    total = (c.d_model + 1) * c.d_model if c.pooler and c.shape == "encoder" else 0
+    if c.head == "classes":
+        total += (c.d_model + 1) * c.n_classes
+    if c.head == "tokens":
+        total += 0 if c.tie_embeddings else c.vocab_size * c.d_model
+        total += c.vocab_size if c.head_bias == "learned" else 0
+        total += (c.d_model + 1) * c.d_model + _norm(c) if c.head_transform else 0
+    return total

@@ -1,0 +1,123 @@
+"""How tokens, pictures and sound enter the residual stream, and how tokens leave it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from clearhead.errors import InputError
+from clearhead.layers.feedforward import ACTIVATIONS
+
+
+class TokenEmbedding(nn.Embedding):
+    """One vector a token; times sqrt(d_model) where the family does so (section 3.4)."""
+
+    def __init__(self, vocab_size: int, d_model: int, *, scale: bool = False) -> None:
+        super().__init__(vocab_size, d_model)
+        self.factor = math.sqrt(d_model) if scale else 1.0
+
+    def forward(self, input: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
+        x = F.embedding(self.check(input), self.weight)
+        return x if self.factor == 1.0 else x * self.factor
+
+    def check(self, tokens: Tensor) -> Tensor:
+        """Refuse what is no batch of ids. Ids on a GPU are not looked at: that would make the CPU wait at each step."""
+        if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
+            raise InputError(
+                f"tokens are whole numbers of shape (batch, length); got {tokens.dtype} of shape {tuple(tokens.shape)}; "
+                f"for one text use tokens[None]"
+            )
+        if tokens.shape[1] == 0:
+            raise InputError(
+                f"tokens of shape {tuple(tokens.shape)} hold no token; give at least one, such as the bos id"
+            )
+        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < 0 or high >= self.num_embeddings:
+                raise InputError(
+                    f"token ids must be 0 .. {self.num_embeddings - 1} (vocab_size={self.num_embeddings}); got {low} .. {high}; "
+                    f"is this the model's own tokenizer?"
+                )
+        return tokens
+
+
+class PatchEmbedding(nn.Module):
+    """A picture as a sequence: each patch projected, a class token in front (Dosovitskiy et al. 2020)."""
+
+    def __init__(self, *, d_model: int, image_size: int, patch_size: int, n_channels: int = 3) -> None:
+        super().__init__()
+        self.image_size, self.n_channels = image_size, n_channels
+        self.projection = nn.Conv2d(n_channels, d_model, kernel_size=patch_size, stride=patch_size)
+        self.class_token = nn.Parameter(torch.zeros(d_model))
+
+    def forward(self, pictures: Float[Tensor, "B c h w"]) -> Float[Tensor, "B P D"]:
+        wanted = (self.n_channels, self.image_size, self.image_size)
+        if pictures.ndim != 4 or tuple(pictures.shape[1:]) != wanted:
+            raise InputError(
+                f"pictures have shape (batch, {', '.join(map(str, wanted))}); got {tuple(pictures.shape)}; resize them first"
+            )
+        patches = self.projection(pictures).flatten(2).transpose(1, 2)
+        return torch.cat([self.class_token.expand(len(patches), 1, -1), patches], 1)
+
+
+class FrameEmbedding(nn.Module):
+    """Mel frames through two convolutions, the second halving their number (Radford et al. 2022)."""
+
+    def __init__(self, *, d_model: int, n_mels: int) -> None:
+        super().__init__()
+        self.n_mels = n_mels
+        self.conv1 = nn.Conv1d(n_mels, d_model, kernel_size=3, padding=1)
+        self.conv2 = nn.Conv1d(d_model, d_model, kernel_size=3, stride=2, padding=1)
+
+    def forward(self, frames: Float[Tensor, "B m n"]) -> Float[Tensor, "B S D"]:
+        if frames.ndim != 3 or frames.shape[1] != self.n_mels:
+            raise InputError(
+                f"sound has shape (batch, {self.n_mels} mel bands, frames); got {tuple(frames.shape)}; is the axis order right?"
+            )
+        return F.gelu(self.conv2(F.gelu(self.conv1(frames)))).transpose(1, 2)
+
+
+class TokenHead(nn.Module):
+    """From the residual stream to a score for each token of the vocabulary.
+
+    A tied head has no weight of its own: it is handed the embedding's, so the tensor exists once and is saved once.
+    A fixed bias (Marian) is loaded and saved but not trained.
+    """
+
+    def __init__(
+        self,
+        *,
+        d_model: int,
+        vocab_size: int,
+        tied: bool = False,
+        bias: str = "none",
+        transform: tuple[str, nn.Module] | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.scale = scale
+        self.activation = transform[0] if transform else None
+        if transform:
+            self.dense = nn.Linear(d_model, d_model)
+            self.norm = transform[1]
+        self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, d_model).normal_(std=0.02))
+        self.bias: Tensor | None
+        if bias == "fixed":
+            self.register_buffer("bias", torch.zeros(vocab_size))
+        else:
+            self.bias = nn.Parameter(torch.zeros(vocab_size)) if bias == "learned" else None
+
+    def forward(
+        self, x: Float[Tensor, "B T D"], embedding: Float[Tensor, "V D"] | None = None
+    ) -> Float[Tensor, "B T V"]:
+        if self.activation is not None:
+            x = self.norm(ACTIVATIONS[self.activation](self.dense(x)))
+        if self.scale != 1.0:
+            x = x * self.scale
+        weight = embedding if self.weight is None else self.weight
+        assert weight is not None, "a tied head is called with the embedding's weight"
+        return F.linear(x, weight, self.bias)

@@ -1,0 +1,331 @@
+"""Attention's one door, `attend`, and the three kernels behind it.
+
+*explicit* is the equation, and the reference for the others. *fused* is torch's scaled_dot_product_attention, fed so that
+no T x T tensor is made at long lengths. *flex* is torch's flex_attention, which skips whole blocks a mask forbids. All three
+agree to rounding; `kernel="auto"` takes fused, and flex on CUDA where it can skip enough to win.
+
+A query that may look at nothing gets zeros and sends no gradient, in every kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from clearhead.errors import InputError, did_you_mean
+from clearhead.layers.masks import ABSENT, Mask
+from clearhead.layers.positions import DistanceBias
+
+Bias = DistanceBias | Float[Tensor, "_ _ T S"]
+ALL = slice(None)
+
+# Up to this many pairs a mask or bias is written out once for all layers; above, it is made in strips of queries.
+WRITTEN_OUT = 2**24
+
+
+def attend(
+    q: Float[Tensor, "B H T E"],
+    k: Float[Tensor, "B K S E"],
+    v: Float[Tensor, "B K S E"],
+    mask: Mask | None = None,
+    *,
+    bias: Bias | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    kernel: str = "auto",
+) -> Float[Tensor, "B H T E"]:
+    """softmax(q k^T / sqrt(E) + bias) v, over the keys the mask allows (equation 1 of the paper).
+
+    With fewer key heads than query heads (K < H), H / K neighbouring queries share a key head; k and v are not copied.
+    `scale` replaces 1 / sqrt(E). `dropout` falls on the weights.
+    """
+    T, S = q.shape[2], k.shape[2]
+    mask = check_mask(mask).simplify(T, S)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    match choose_kernel(kernel, mask, S, q.device, dropout):
+        case "explicit":
+            return _explicit(q, k, v, mask, bias, scale, dropout)
+        case "flex":
+            return _flex(q, k, v, mask, bias, scale)
+        case _:
+            return _fused(q, k, v, mask, bias, scale, dropout)
+
+
+def attention_weights(
+    q: Float[Tensor, "B H T E"],
+    k: Float[Tensor, "B K S E"],
+    mask: Mask | None = None,
+    *,
+    bias: Bias | None = None,
+    scale: float | None = None,
+    rows: slice = ALL,
+) -> Float[Tensor, "B H t S"]:
+    """softmax(q k^T / sqrt(E) + bias) for some rows of queries: what `attend` multiplies with v."""
+    T, S = q.shape[2], k.shape[2]
+    mask = check_mask(mask)
+    scores = attention_scores(q, k, mask, bias=bias, scale=scale, rows=rows)
+    allowed = mask.allowed(T, S, rows, ALL, q.device)
+    if allowed is None:
+        return scores.softmax(-1).to(q.dtype)
+    # The lowest finite number, not -inf: a row of nothing but -inf is NaN, here it is uniform and then zeroed.
+    weights = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(-1)
+    return weights.masked_fill(~allowed, 0).to(q.dtype)
+
+
+def attention_scores(
+    q: Float[Tensor, "B H T E"],
+    k: Float[Tensor, "B K S E"],
+    mask: Mask | None = None,
+    *,
+    bias: Bias | None = None,
+    scale: float | None = None,
+    rows: slice = ALL,
+) -> Float[Tensor, "B H t S"]:
+    """q k^T / sqrt(E) + bias, before any mask, in at least float32."""
+    T, S = q.shape[2], k.shape[2]
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    q = q[:, :, rows]
+    # Queries that share a key head are laid one under the other: one product a key head, k not repeated.
+    grouped = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+    scores = (grouped @ k.transpose(-2, -1)).unflatten(2, (-1, q.shape[2])).flatten(1, 2)
+    scores = (
+        scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    )  # 8 or 11 bits are too few for a softmax
+    if bias is not None:
+        scores = scores + _bias_of(bias, check_mask(mask), T, S, rows, ALL, q.device)
+    return scores
+
+
+def choose_kernel(kernel: str, mask: Mask, S: int, device: torch.device, dropout: float) -> str:
+    """Which kernel runs. Flex pays only where whole blocks can be skipped, on a GPU, and knows no dropout."""
+    if kernel == "auto":
+        sparse = bool(mask.documents) or 0 < mask.window <= S // 2
+        return "flex" if sparse and S >= 2048 and device.type == "cuda" and dropout == 0 else "fused"
+    if kernel not in ("explicit", "fused", "flex"):
+        raise InputError(
+            f"kernel={kernel!r} is not known; {did_you_mean(kernel, ['auto', 'explicit', 'fused', 'flex'])}"
+        )
+    if kernel == "flex" and dropout > 0:
+        raise InputError(
+            f"the flex kernel has no dropout on weights; got dropout={dropout}; use kernel='fused' or dropout=0"
+        )
+    return kernel
+
+
+def settle(
+    mask: Mask, bias: Bias | None, *, T: int, S: int, device: torch.device, kernel: str, dropout: float
+) -> tuple[Mask, Bias | None]:
+    """Write mask and bias out once, where that is small, so that every layer finds them made."""
+    mask = mask.simplify(T, S)
+    chosen = choose_kernel(kernel, mask, S, device, dropout)
+    if chosen == "flex":
+        return replace(mask, blocks=_block_mask(mask, T, S, device)), bias
+    if chosen == "fused" and (_goes_in_strips(mask, bias, T, S) or (bias is None and _is_plainly_causal(mask, T, S))):
+        return mask, bias
+    if bias is not None:
+        bias = _bias_of(bias, mask, T, S, ALL, ALL, device)
+    return replace(mask, dense=mask.allowed(T, S, ALL, ALL, device)), bias
+
+
+def check_mask(mask: object) -> Mask:
+    """A `Mask`, or no mask; tensors are refused with the convention."""
+    if mask is None:
+        return Mask()
+    if not isinstance(mask, Mask):
+        got = f"{mask.dtype} tensor" if isinstance(mask, Tensor) else type(mask).__name__
+        raise InputError(
+            f"attend takes a Mask (True = may attend), got a {got}; "
+            f"make one with causal(), window(n), padding(real), documents(ids), combined with &"
+        )
+    return mask
+
+
+def _explicit(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None, scale: float, dropout: float) -> Tensor:
+    weights = F.dropout(attention_weights(q, k, mask, bias=bias, scale=scale), dropout)
+    grouped = weights.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+    return (grouped @ v).unflatten(2, (-1, q.shape[2])).flatten(1, 2)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None, scale: float, dropout: float) -> Tensor:
+    T, S = q.shape[2], k.shape[2]
+    if bias is None and _is_plainly_causal(mask, T, S):
+        return _sdpa(q, k, v, None, scale, dropout, causal=mask.causal)
+    if not _goes_in_strips(mask, bias, T, S):
+        return _fused_strip(q, k, v, mask, bias, scale, dropout, ALL, ALL)
+    # Strips of queries, each with only the keys it can reach: memory grows with T, not with T^2.
+    narrow = _is_narrow(mask, S)
+    step = max(mask.window, 64) if narrow else max(64, WRITTEN_OUT * T // (2 * _pairs(mask, bias, T, S)))
+    # The backward pass would keep every strip's mask, T^2 in all, so wide strips are computed again instead.
+    again = torch.is_grad_enabled() and not narrow
+    strips: list[Tensor] = []
+    for start in range(0, T, step):
+        rows = slice(start, min(start + step, T))
+        strip = functools.partial(
+            _fused_strip, mask=mask, bias=bias, scale=scale, dropout=dropout, rows=rows, cols=_reach(mask, rows, T, S)
+        )
+        strips.append(checkpoint(strip, q, k, v, use_reentrant=False) if again else strip(q, k, v))
+    return torch.cat(strips, 2)
+
+
+def _fused_strip(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    bias: Bias | None,
+    scale: float,
+    dropout: float,
+    rows: slice,
+    cols: slice,
+) -> Tensor:
+    T, S = q.shape[2], k.shape[2]
+    allowed = mask.allowed(T, S, rows, cols, q.device)
+    empty = None
+    # Only these can leave a row with nothing to look at; such a row looks at everything, then is zeroed.
+    if allowed is not None and (mask.keys is not None or mask.documents or T > S):
+        empty = ~allowed.any(-1, keepdim=True)
+        allowed = allowed | empty
+    pairs = allowed
+    if bias is not None:
+        pairs = _bias_of(bias, mask, T, S, rows, cols, q.device).to(q.dtype)
+        pairs = pairs if allowed is None else pairs.masked_fill(~allowed, float("-inf"))
+    out = _sdpa(q[:, :, rows], k[:, :, cols], v[:, :, cols], pairs, scale, dropout)
+    return out if empty is None else out.masked_fill(empty, 0)
+
+
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, pairs: Tensor | None, scale: float, dropout: float, causal: bool = False
+) -> Tensor:
+    run = functools.partial(
+        F.scaled_dot_product_attention,
+        *(q, k, v),
+        attn_mask=pairs,
+        dropout_p=dropout,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    if q.is_cuda and pairs is None and q.shape[2] >= 2048 and torch.cuda.get_device_capability(q.device) == (9, 0):
+        # On Hopper, at these lengths, cuDNN runs at 1.6 to 1.8 times the flash kernel's rate.
+        order = [
+            SDPBackend.CUDNN_ATTENTION,
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.MATH,
+        ]
+        with sdpa_kernel(order, set_priority=True):
+            return run()
+    return run()
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None, scale: float) -> Tensor:
+    T, S = q.shape[2], k.shape[2]
+    blocks = mask.blocks or _block_mask(mask, T, S, q.device)
+    run = functools.partial(
+        *(flex_attention, q, k, v), block_mask=blocks, scale=scale, score_mod=_score_mod(mask, bias, T, S, q.device),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        return run()
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if q.device.type == "cpu" and needs_grad:  # torch compiles flex on the CPU for inference only
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+            return run()
+    return _compiled_flex()(*run.args, **run.keywords)
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _block_mask(mask: Mask, T: int, S: int, device: torch.device) -> BlockMask:
+    """The blocks of the score matrix in which any pair is allowed."""
+    place = _places(mask, T, S, device)
+
+    def allowed(b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        query, key = place(b, i, j)
+        ok = key > ABSENT
+        if mask.causal:
+            ok = ok & (key <= query)
+        if mask.window:
+            ok = ok & ((key - query).abs() < mask.window)
+        for ids in mask.documents:
+            ok = ok & (ids[b, i + S - T] == ids[b, j])
+        return ok
+
+    return create_block_mask(allowed, mask.batch, None, T, S, device=device, _compile=device.type == "cuda")
+
+
+def _score_mod(mask: Mask, bias: Bias | None, T: int, S: int, device: torch.device) -> Callable[..., Tensor] | None:
+    if bias is None:
+        return None
+    if isinstance(bias, Tensor):
+        written = bias
+        return lambda score, b, h, i, j: score + written[b % written.shape[0], h % written.shape[1], i, j]
+    place, symbolic = _places(mask, T, S, device), bias
+
+    def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        query, key = place(b, i, j)
+        return score + symbolic.at(h, key - query)
+
+    return add
+
+
+def _places(
+    mask: Mask, T: int, S: int, device: torch.device
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Where query i and key j of row b stand: arithmetic where they are in order, a look-up where not."""
+    if mask.is_ordered:
+        return lambda b, i, j: (i + (S - T), j)
+    queries, keys = mask.positions(T, S, device)
+    return lambda b, i, j: (queries[b % queries.shape[0], i], keys[b % keys.shape[0], j])
+
+
+def _is_plainly_causal(mask: Mask, T: int, S: int) -> bool:
+    """Nothing forbidden, or just the future of a square: what the fused kernel needs no tensor for."""
+    return mask.is_ordered and not mask.documents and not mask.window and (not mask.causal or T == S)
+
+
+def _is_narrow(mask: Mask, S: int) -> bool:
+    """A window so small against the length that leaving keys out beats one large call."""
+    return mask.is_ordered and 0 < 2 * mask.window < S and S >= 1024
+
+
+def _goes_in_strips(mask: Mask, bias: Bias | None, T: int, S: int) -> bool:
+    return mask.dense is None and (_is_narrow(mask, S) or _pairs(mask, bias, T, S) > WRITTEN_OUT)
+
+
+def _reach(mask: Mask, rows: slice, T: int, S: int) -> slice:
+    """The keys that these queries could look at, by index."""
+    if not mask.is_ordered:
+        return ALL
+    first, last = rows.start + S - T, rows.stop - 1 + S - T
+    low = max(0, first - mask.window + 1) if mask.window else 0
+    high = last + 1 if mask.causal else last + mask.window if mask.window else S
+    return slice(low, max(min(high, S), low + 1))
+
+
+def _pairs(mask: Mask, bias: Bias | None, T: int, S: int) -> int:
+    """How many numbers the mask and the bias hold when written out."""
+    rows = T if bias is not None or mask.causal or mask.window or mask.documents else 1
+    heads = 1 if bias is None else bias.n_heads if isinstance(bias, DistanceBias) else bias.shape[1]
+    return (mask.batch or 1) * heads * rows * S
+
+
+def _bias_of(bias: Bias, mask: Mask, T: int, S: int, rows: slice, cols: slice, device: torch.device) -> Tensor:
+    if isinstance(bias, Tensor):
+        return bias[:, :, rows, cols]
+    return bias.dense(mask.distances(T, S, rows, cols, device))

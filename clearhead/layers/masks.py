@@ -1,0 +1,149 @@
+"""Masks: who may look at whom. True = may attend, everywhere.
+
+A mask is symbolic: a few facts (causal, a window, where each key stands, which document it is of) from which a kernel makes
+what it needs, so nobody holds a T x T tensor for a causal model. Combine masks with `&`:
+
+    causal() & padding(real)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from clearhead.errors import InputError
+
+ABSENT = -1  # the position of a key that is not there: padding, or a slot of a cache nothing was written to
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Everything a kernel must know about T queries looking at S keys.
+
+    Keys stand at positions 0 .. S - 1 unless `keys` says otherwise, and the queries are the last T of them unless
+    `queries` does. Where padding is, positions count real tokens only, so that a padded row and the same row without
+    padding are one computation.
+    """
+
+    causal: bool = False
+    window: int = 0  # 0: none; n: only keys at a distance below n
+    keys: Int[Tensor, "B S"] | Int[Tensor, "1 S"] | None = None  # positions; ABSENT where no key is
+    queries: Int[Tensor, "B T"] | Int[Tensor, "1 T"] | None = None
+    documents: tuple[Int[Tensor, "B S"], ...] = ()  # only keys with the query's own number, in each of these
+    dense: Bool[Tensor, "_ 1 _ S"] | None = None  # all of `allowed`, once `settle` has written it out
+    blocks: BlockMask | None = None  # the same for the flex kernel
+
+    def __and__(self, other: Mask) -> Mask:
+        """Both must allow. Where each says where the keys stand, a key absent in one is absent."""
+        if self.queries is not None or other.queries is not None:
+            raise InputError(
+                "a mask with its own query positions belongs to one cache and does not combine; combine first"
+            )
+        keys = self.keys if other.keys is None else other.keys
+        if self.keys is not None and other.keys is not None:
+            keys = positions_of((self.keys != ABSENT) & (other.keys != ABSENT))
+        return Mask(
+            causal=self.causal or other.causal,
+            window=min(self.window, other.window) or max(self.window, other.window),
+            keys=keys,
+            documents=self.documents + other.documents,
+        )
+
+    @property
+    def batch(self) -> int | None:
+        """For how many rows of the batch this mask differs; None: for none."""
+        return next((t.shape[0] for t in (self.keys, self.queries, *self.documents) if t is not None), None)
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether keys stand in the order of their index, none absent: then parts can be cut out by index alone."""
+        return self.keys is None and self.queries is None
+
+    def simplify(self, T: int, S: int) -> Mask:
+        """The same mask without the facts that forbid nothing at this size."""
+        if not self.is_ordered or self.dense is not None or self.blocks is not None:
+            return self
+        window = 0 if self.window >= S else self.window
+        causal = self.causal and T > 1
+        return replace(self, window=window, causal=causal)
+
+    def positions(self, T: int, S: int, device: torch.device) -> tuple[Int[Tensor, "_ T"], Int[Tensor, "_ S"]]:
+        """Where the queries and where the keys stand."""
+        keys = torch.arange(S, device=device)[None] if self.keys is None else self.keys
+        queries = keys[:, S - T :] if T <= S else torch.arange(S - T, S, device=device)[None]
+        return queries if self.queries is None else self.queries, keys
+
+    def distances(self, T: int, S: int, rows: slice, cols: slice, device: torch.device) -> Int[Tensor, "_ t s"]:
+        """Key position minus query position, for the pairs asked for."""
+        queries, keys = self.positions(T, S, device)
+        return keys[:, None, cols] - queries[:, rows, None]
+
+    def allowed(self, T: int, S: int, rows: slice, cols: slice, device: torch.device) -> Bool[Tensor, "_ 1 _ s"] | None:
+        """The pairs asked for as booleans that broadcast over (B, H, T, S), or None when nothing is forbidden."""
+        if self.dense is not None:
+            return self.dense[:, :, rows if self.dense.shape[2] > 1 else slice(None), cols]
+        terms: list[Tensor] = []
+        if self.keys is not None:
+            terms.append((self.keys != ABSENT)[:, None, cols])
+        if self.causal or self.window:
+            distance = self.distances(T, S, rows, cols, device)
+            if self.causal:
+                terms.append(distance <= 0)
+            if self.window:
+                terms.append(distance.abs() < self.window)
+        for ids in self.documents:
+            terms.append(ids[:, S - T :, None][:, rows] == ids[:, None, cols])
+        if not terms:
+            return None
+        allowed = terms[0]
+        for term in terms[1:]:
+            allowed = allowed & term
+        return allowed[:, None]
+
+
+def causal() -> Mask:
+    """A token sees itself and what came before it."""
+    return Mask(causal=True)
+
+
+def window(width: int) -> Mask:
+    """A token sees only keys nearer than `width`: itself and width - 1 to each side allowed by the other masks."""
+    if width < 1:
+        raise InputError(
+            f"a window must hold at least the token itself; got width={width}; use 1 or more, or no window"
+        )
+    return Mask(window=width)
+
+
+def padding(real: Bool[Tensor, "B S"]) -> Mask:
+    """Only real tokens are seen. `real` is True for a real token, False for padding."""
+    return Mask(keys=positions_of(check_real(real)))
+
+
+def documents(ids: Int[Tensor, "B S"]) -> Mask:
+    """Several documents packed into one row: a token sees only tokens of its own document."""
+    return Mask(documents=(ids,))
+
+
+def positions_of(real: Bool[Tensor, "B S"]) -> Int[Tensor, "B S"]:
+    """Each real token's place among the real tokens of its row; ABSENT for padding."""
+    return torch.where(real, real.cumsum(-1) - 1, ABSENT)
+
+
+def check_real(real: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    """Refuse anything but a boolean (B, S) tensor, and say the convention."""
+    if real.dtype != torch.bool:
+        raise InputError(
+            f"a mask is boolean, True = a real token that may be attended to; got {real.dtype}; "
+            f"write mask=(tokens != pad), or mask=(additive == 0) for an additive mask"
+        )
+    if real.ndim != 2 or (shape is not None and tuple(real.shape) != shape):
+        wanted = "(batch, length)" if shape is None else str(shape)
+        raise InputError(
+            f"a padding mask has shape {wanted}, one value a token; got {tuple(real.shape)}; pass mask=real"
+        )
+    return real

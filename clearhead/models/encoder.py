@@ -1,0 +1,94 @@
+"""The encoder alone: BERT, ESM, Vision Transformers. Every position sees every other."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from clearhead.config import Config
+from clearhead.errors import InputError
+from clearhead.layers.embedding import PatchEmbedding, TokenEmbedding
+from clearhead.layers.masks import ABSENT, Mask
+from clearhead.models.head import Pool, make_head
+from clearhead.models.stack import Padding, Stack
+
+
+class Encoder(Stack):
+    """`model(tokens) -> states`; with `head="tokens"` logits for each position, with `head="classes"` for each row.
+
+    Over pictures (`inputs="patches"`) it is called with (batch, channels, height, width) instead of tokens.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, n_layers=config.n_layers, max_len=config.max_len, causal=False)
+        self.tokens: nn.Module
+        if config.inputs == "patches":
+            self.tokens = PatchEmbedding(
+                d_model=config.d_model,
+                image_size=config.image_size,
+                patch_size=config.patch_size,
+                n_channels=config.n_channels,
+            )
+        else:
+            self.tokens = TokenEmbedding(config.vocab_size, config.d_model, scale=config.embedding_scale)
+        self.segments = nn.Embedding(config.n_segments, config.d_model) if config.n_segments else None
+        self.pool = Pool(d_model=config.d_model, kind=config.pool, dense=config.pooler)
+        self.head: nn.Module | None = None
+        if config.head == "tokens":
+            self.head = make_head(config)
+        elif config.head == "classes":
+            self.head = nn.Linear(config.d_model, config.n_classes)
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "B T"] | Float[Tensor, "B c h w"],
+        mask: Padding = None,
+        *,
+        segments: Int[Tensor, "B T"] | None = None,
+        positions: Int[Tensor, "*B T"] | None = None,
+        checkpointing: bool = False,
+    ) -> Float[Tensor, "B T D"] | Float[Tensor, "B T V"] | Float[Tensor, "B C"]:
+        """States, or what the config's head makes of them.
+
+        `mask` is True for real tokens; padding on either side changes nothing for them. `segments` says which sentence a
+        token is of (BERT; all 0 if not given). `checkpointing` trades time for memory in training.
+        """
+        states = self.states(tokens, mask, segments=segments, positions=positions, checkpointing=checkpointing)
+        match self.config.head:
+            case "tokens":
+                return self.project(states)
+            case "classes":
+                assert self.head is not None
+                return self.head(self.pooled(states, mask))
+            case _:
+                return states
+
+    def states(
+        self,
+        tokens: Int[Tensor, "B T"] | Float[Tensor, "B c h w"],
+        mask: Padding = None,
+        *,
+        segments: Int[Tensor, "B T"] | None = None,
+        positions: Int[Tensor, "*B T"] | None = None,
+        checkpointing: bool = False,
+    ) -> Float[Tensor, "B T D"]:
+        """The final states, before any head."""
+        x = self.tokens(tokens)
+        if self.segments is not None:
+            zeros = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
+            x = x + self.segments(zeros if segments is None else segments)
+        elif segments is not None:
+            raise InputError("this model has no segments (n_segments=0), but segments were given; leave them out")
+        return self.run(x, mask, positions=positions, checkpointing=checkpointing)
+
+    def pooled(self, states: Float[Tensor, "B T D"], mask: Padding = None) -> Float[Tensor, "B D"]:
+        """One vector a row, as the config's `pool` and `pooler` say."""
+        if isinstance(mask, Mask):
+            mask = None if mask.keys is None else mask.keys != ABSENT
+        return self.pool(states, mask)
+
+    def project(self, states: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
+        """From final states to logits over the vocabulary."""
+        assert self.head is not None
+        return self.head(states, self.tokens.weight)

@@ -1,0 +1,43 @@
+"""What stands at the end of a model: scores for tokens, or for classes."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from clearhead.config import Config
+from clearhead.layers.embedding import TokenHead
+from clearhead.layers.norm import make_norm
+
+
+def make_head(config: Config) -> TokenHead:
+    transform = None
+    if config.head_transform:
+        transform = config.feedforward, make_norm(config.norm, config.d_model, eps=config.norm_eps, bias=config.bias)
+    return TokenHead(
+        d_model=config.d_model,
+        vocab_size=config.vocab_size,
+        tied=config.tie_embeddings,
+        bias=config.head_bias,
+        transform=transform,
+        scale=config.d_model**-0.5 if config.head_scale else 1.0,
+    )
+
+
+class Pool(nn.Module):
+    """One vector for the whole sequence: its first state or the mean of the real ones; BERT adds dense + tanh."""
+
+    def __init__(self, *, d_model: int, kind: str = "first", dense: bool = False) -> None:
+        super().__init__()
+        self.kind = kind
+        self.dense = nn.Linear(d_model, d_model) if dense else None
+
+    def forward(self, states: Float[Tensor, "B T D"], real: Bool[Tensor, "B T"] | None = None) -> Float[Tensor, "B D"]:
+        rows = torch.arange(len(states), device=states.device)
+        if self.kind == "mean":
+            weight = states.new_ones(states.shape[:2]) if real is None else real.to(states)
+            pooled = (states * weight[..., None]).sum(1) / weight.sum(1, keepdim=True)
+        else:  # the first real state, wherever the padding is
+            pooled = states[:, 0] if real is None else states[rows, real.int().argmax(1)]
+        return pooled if self.dense is None else torch.tanh(self.dense(pooled))
