@@ -10,7 +10,7 @@ BIN := .venv/bin
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: compiler-wanted .venv/.installed ## Train, translate and look inside, on this computer
+demo: compiler-wanted .venv/.installed ## Build every family and draw what attention looks at
 	@$(BIN)/clearhead demo
 
 # One thread each: the test processes already fill the cores.
