@@ -233,6 +233,21 @@ class Config:
             raise ConfigError(f"{name}={getattr(self, name)} is too small; nearest valid: {name}={least}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What a checkpoint says about how its model starts, stops and pads. It travels with the model as `model.generation`."""
+
+    bos: int | None = None
+    eos: tuple[int, ...] = ()  # any of them ends a text
+    pad: int | None = None
+    decoder_start: int | None = None
+    forced_bos: int | None = None  # the first token an encoder-decoder must write
+    forced_eos: int | None = None  # the last token when the length runs out
+    max_length: int | None = None
+    suppress: tuple[int, ...] = ()  # never written
+    begin_suppress: tuple[int, ...] = ()  # never written first
+
+
 def nearest_divisor(whole: int, wish: int) -> int:
     """The divisor of `whole` nearest to `wish`; of two as near, the smaller."""
     divisors = [d for d in range(1, whole + 1) if whole % d == 0]

@@ -1,7 +1,14 @@
-"""One page per family: what makes it that family, and its published sizes.
+"""One page per family: what makes it that family, its published sizes, and how its checkpoints are read and written.
 
-A page has `BASE` (fields all its sizes share) and `SIZES` (fields of each). Adding a family means adding a page and naming it in
-`PAGES`. May import: errors, config, layers, models.
+A page has
+    BASE, SIZES         the fields all its sizes share, and those of each
+    HF                  the `model_type`s of Hugging Face configs that it reads
+    read, write         their config.json -> our fields, and back; each refuses what the other side can not honour
+    NAMES               the table of checkpoint names (checkpoint/names.py says how it is read)
+    PREFIX, HEADS       what stands before names in a model with a head, and the names it does not stand before
+    UNUSED, EXTRAS      patterns of keys that carry no weights, and of weights kept for saving but not computed with
+
+Adding a family means adding a page and naming it in `PAGES`. May import: errors, config, layers, models.
 """
 
 from __future__ import annotations
@@ -23,6 +30,11 @@ PAGES = {
     "marian": marian,
     "whisper": whisper,
 }
+
+
+def page_of(model_type: str) -> str | None:
+    """The family that reads this `model_type`."""
+    return next((family for family, page in PAGES.items() if model_type in page.HF), None)
 
 
 def presets() -> list[str]:

@@ -25,3 +25,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "minilm-l6": dict(n_layers=6, d_model=384, n_heads=12),
     "minilm-l12": dict(n_layers=12, d_model=384, n_heads=12),
 }
+
+HF: tuple[str, ...] = ()
+PREFIX = ""
+HEADS: tuple[str, ...] = ()
+UNUSED: tuple[str, ...] = ()
+EXTRAS: tuple[str, ...] = ()

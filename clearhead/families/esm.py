@@ -22,3 +22,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "esm2-150m": dict(n_layers=30, d_model=640),
     "esm2-650m": dict(n_layers=33, d_model=1280),
 }
+
+HF: tuple[str, ...] = ()
+PREFIX = ""
+HEADS: tuple[str, ...] = ()
+UNUSED: tuple[str, ...] = ()
+EXTRAS: tuple[str, ...] = ()

@@ -6,7 +6,11 @@ not multiply out (1.3B, 13B), the nearest width that does is used.
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from typing import Any
+
+from clearhead.config import Config
+from clearhead.families.reading import Row, activation, both, refuse, refuse_to_write, take, write_activation
 
 BASE: dict[str, Any] = dict(
     shape="decoder",
@@ -34,3 +38,79 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt3-13b": dict(n_layers=40, d_model=5120, n_heads=40, max_len=2048),
     "gpt3-175b": dict(n_layers=96, d_model=12_288, n_heads=96, max_len=2048),
 }
+
+HF = ("gpt2",)
+PREFIX = "transformer."
+HEADS = ("lm_head.",)
+UNUSED = ("*.attn.bias", "*.attn.masked_bias")
+EXTRAS = ()
+
+
+def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
+    refuse(
+        theirs,
+        scale_attn_weights=(True,),
+        scale_attn_by_inverse_layer_idx=(False,),
+        reorder_and_upcast_attn=(False, True),
+    )
+    return dict(
+        d_model=take(theirs, "n_embd"),
+        n_layers=take(theirs, "n_layer"),
+        n_heads=take(theirs, "n_head"),
+        d_ff=theirs.get("n_inner") or 0,
+        vocab_size=take(theirs, "vocab_size"),
+        max_len=take(theirs, "n_positions"),
+        feedforward=activation(theirs, "activation_function"),
+        norm_eps=take(theirs, "layer_norm_epsilon", 1e-5),
+        dropout=take(theirs, "resid_pdrop", 0.0),
+        attention_dropout=take(theirs, "attn_pdrop", 0.0),
+        tie_embeddings=theirs.get("tie_word_embeddings", True),
+    )
+
+
+def write(config: Config) -> dict[str, Any]:
+    refuse_to_write(
+        *(config, "GPT-2's layout"),
+        **{name: BASE[name] for name in ("shape", "positions", "norm", "norm_first")},
+        **dict(gated=False, attention_bias="qkvo", bias=True, qk_norm=False, window=0, attention_scale=0.0),
+        **dict(n_kv_heads=config.n_heads, d_head=config.d_model // config.n_heads, embedding_scale=False),
+        **dict(embedding_norm=False, head_bias="none", head_transform=False, head_scale=False),
+    )
+    return dict(
+        model_type="gpt2",
+        architectures=["GPT2LMHeadModel"],
+        n_embd=config.d_model,
+        n_layer=config.n_layers,
+        n_head=config.n_heads,
+        n_inner=config.d_ff,
+        vocab_size=config.vocab_size,
+        n_positions=config.max_len,
+        activation_function=write_activation(config),
+        layer_norm_epsilon=config.norm_eps,
+        resid_pdrop=config.dropout,
+        embd_pdrop=config.dropout,
+        attn_pdrop=config.attention_dropout,
+        tie_word_embeddings=config.tie_embeddings,
+    )
+
+
+def _qkv(kind: str) -> tuple[str, ...]:
+    return tuple(f"blocks.{{i}}.attention.{part}_proj.{kind}" for part in "qkv")
+
+
+NAMES: list[Row] = [  # matrices are stored transposed
+    ("wte.weight", "tokens.weight"),
+    ("wpe.weight", "positions.weight"),
+    *both("h.{i}.ln_1", "blocks.{i}.attention_norm"),
+    ("h.{i}.attn.c_attn.weight", _qkv("weight"), "transpose"),
+    ("h.{i}.attn.c_attn.bias", _qkv("bias")),
+    ("h.{i}.attn.c_proj.weight", "blocks.{i}.attention.o_proj.weight", "transpose"),
+    ("h.{i}.attn.c_proj.bias", "blocks.{i}.attention.o_proj.bias"),
+    *both("h.{i}.ln_2", "blocks.{i}.feedforward_norm"),
+    ("h.{i}.mlp.c_fc.weight", "blocks.{i}.feedforward.up.weight", "transpose"),
+    ("h.{i}.mlp.c_fc.bias", "blocks.{i}.feedforward.up.bias"),
+    ("h.{i}.mlp.c_proj.weight", "blocks.{i}.feedforward.down.weight", "transpose"),
+    ("h.{i}.mlp.c_proj.bias", "blocks.{i}.feedforward.down.bias"),
+    *both("ln_f", "norm"),
+    ("lm_head.weight", "head.weight"),
+]

@@ -5,7 +5,12 @@ Mistral adds a sliding window, Qwen2 biases on q, k and v; SmolLM2 and the small
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from typing import Any
+
+from clearhead.config import Config
+from clearhead.errors import CheckpointError
+from clearhead.families.reading import Row, activation, both, refuse, refuse_to_write, take, write_activation
 
 BASE: dict[str, Any] = dict(
     shape="decoder",
@@ -81,3 +86,127 @@ SIZES: dict[str, dict[str, Any]] = {
         n_layers=28, d_model=3584, n_heads=28, n_kv_heads=4, d_ff=18_944, vocab_size=152_064, max_len=131_072, **QWEN2
     ),
 }
+
+HF = ("llama", "mistral", "qwen2")
+PREFIX = "model."
+HEADS = ("lm_head.",)
+UNUSED = ("*.rotary_emb.inv_freq",)
+EXTRAS = ()
+
+
+def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
+    refuse(theirs, mlp_bias=(None, False))
+    n_heads = take(theirs, "num_attention_heads")
+    biased = [letter for letter in "qkvo" if f"layers.0.self_attn.{letter}_proj.bias" in keys]
+    return dict(
+        d_model=take(theirs, "hidden_size"),
+        n_layers=take(theirs, "num_hidden_layers"),
+        n_heads=n_heads,
+        n_kv_heads=theirs.get("num_key_value_heads") or n_heads,
+        d_head=theirs.get("head_dim") or 0,
+        d_ff=take(theirs, "intermediate_size"),
+        vocab_size=take(theirs, "vocab_size"),
+        max_len=take(theirs, "max_position_embeddings", 2048),
+        feedforward=activation(theirs, "hidden_act"),
+        norm_eps=take(theirs, "rms_norm_eps", 1e-6),
+        attention_bias="".join(biased),
+        attention_dropout=take(theirs, "attention_dropout", 0.0),
+        tie_embeddings=theirs.get("tie_word_embeddings", False),
+        window=_read_window(theirs),
+        **_read_rope(theirs),
+    )
+
+
+def _read_window(theirs: Mapping[str, Any]) -> int:
+    window = theirs.get("sliding_window") or 0
+    if theirs.get("model_type") == "qwen2" and not theirs.get("use_sliding_window", False):
+        window = 0
+    kinds = set(theirs.get("layer_types") or ())
+    if len(kinds) > 1 or kinds - {"full_attention", "sliding_attention"}:
+        raise CheckpointError(
+            f"config.json's layer_types mix {sorted(kinds)}; only one kind for all layers is supported"
+        )
+    return 0 if kinds == {"full_attention"} else window
+
+
+def _read_rope(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Base and scaling: `rope_parameters` holds both today; `rope_theta` and `rope_scaling` held them before."""
+    rope: Mapping[str, Any] = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "linear", "llama3"):
+        raise CheckpointError(f"config.json's rope type {kind!r} is not supported; supported: default, linear, llama3")
+    fields: dict[str, Any] = dict(rotary_base=rope.get("rope_theta") or theirs.get("rope_theta") or 10_000.0)
+    if kind != "default":
+        fields.update(rotary_scaling=kind, rotary_factor=take(rope, "factor"))
+    if kind == "llama3":
+        fields.update(
+            rotary_low=take(rope, "low_freq_factor"),
+            rotary_high=take(rope, "high_freq_factor"),
+            rotary_original_len=take(rope, "original_max_position_embeddings"),
+        )
+    return fields
+
+
+def write(config: Config) -> dict[str, Any]:
+    biases = {"": "llama", "qkv": "qwen2", "qkvo": "llama"}
+    refuse_to_write(
+        *(config, "LLaMA's layout"),
+        **{name: BASE[name] for name in ("shape", "positions", "norm", "norm_first", "gated", "bias")},
+        **dict(rotary_interleaved=False, qk_norm=False, attention_scale=0.0, attention_bias=tuple(biases)),
+        **dict(embedding_scale=False, embedding_norm=False, head_bias="none", head_transform=False, head_scale=False),
+    )
+    kind = biases[config.attention_bias]
+    if config.window and kind == "llama":
+        refuse_to_write(config, "Mistral's layout", attention_bias="")
+        kind = "mistral"
+    rope: dict[str, Any] = dict(rope_theta=config.rotary_base, rope_type="default")
+    if config.rotary_scaling != "none":
+        rope.update(rope_type=config.rotary_scaling, factor=config.rotary_factor)
+    if config.rotary_scaling == "llama3":
+        rope.update(
+            low_freq_factor=config.rotary_low,
+            high_freq_factor=config.rotary_high,
+            original_max_position_embeddings=config.rotary_original_len,
+        )
+    theirs: dict[str, Any] = dict(
+        model_type=kind,
+        architectures=[
+            {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}[kind]
+        ],
+        hidden_size=config.d_model,
+        num_hidden_layers=config.n_layers,
+        num_attention_heads=config.n_heads,
+        num_key_value_heads=config.n_kv_heads,
+        head_dim=config.d_head,
+        intermediate_size=config.d_ff,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_len,
+        hidden_act=write_activation(config),
+        rms_norm_eps=config.norm_eps,
+        attention_dropout=config.attention_dropout,
+        tie_word_embeddings=config.tie_embeddings,
+        rope_parameters=rope,
+    )
+    if kind == "llama":
+        theirs["attention_bias"] = config.attention_bias == "qkvo"
+    if config.window:
+        theirs.update(sliding_window=config.window)
+    if kind == "qwen2" and config.window:
+        theirs.update(use_sliding_window=True, max_window_layers=0, layer_types=["sliding_attention"] * config.n_layers)
+    return theirs
+
+
+NAMES: list[Row] = [
+    ("embed_tokens.weight", "tokens.weight"),
+    ("layers.{i}.input_layernorm.weight", "blocks.{i}.attention_norm.weight"),
+    *both("layers.{i}.self_attn.q_proj", "blocks.{i}.attention.q_proj"),
+    *both("layers.{i}.self_attn.k_proj", "blocks.{i}.attention.k_proj"),
+    *both("layers.{i}.self_attn.v_proj", "blocks.{i}.attention.v_proj"),
+    *both("layers.{i}.self_attn.o_proj", "blocks.{i}.attention.o_proj"),
+    ("layers.{i}.post_attention_layernorm.weight", "blocks.{i}.feedforward_norm.weight"),
+    ("layers.{i}.mlp.gate_proj.weight", "blocks.{i}.feedforward.gate.weight"),
+    ("layers.{i}.mlp.up_proj.weight", "blocks.{i}.feedforward.up.weight"),
+    ("layers.{i}.mlp.down_proj.weight", "blocks.{i}.feedforward.down.weight"),
+    ("norm.weight", "norm.weight"),
+    ("lm_head.weight", "head.weight"),
+]

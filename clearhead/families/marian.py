@@ -25,3 +25,9 @@ BASE: dict[str, Any] = dict(
 SIZES: dict[str, dict[str, Any]] = {
     "opus-mt-en-de": dict(n_layers=6, d_model=512, n_heads=8, d_ff=2048, vocab_size=58_101),
 }
+
+HF: tuple[str, ...] = ()
+PREFIX = ""
+HEADS: tuple[str, ...] = ()
+UNUSED: tuple[str, ...] = ()
+EXTRAS: tuple[str, ...] = ()

@@ -25,3 +25,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "transformer-base": dict(n_layers=6, d_model=512, n_heads=8, d_ff=2048, dropout=0.1),
     "transformer-big": dict(n_layers=6, d_model=1024, n_heads=16, d_ff=4096, dropout=0.3),
 }
+
+HF: tuple[str, ...] = ()
+PREFIX = ""
+HEADS: tuple[str, ...] = ()
+UNUSED: tuple[str, ...] = ()
+EXTRAS: tuple[str, ...] = ()

@@ -32,3 +32,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "t5-v1.1-base": dict(n_layers=12, d_model=768, n_heads=12, d_ff=2048, **GATED),
     "t5-v1.1-large": dict(n_layers=24, d_model=1024, n_heads=16, d_ff=2816, **GATED),
 }
+
+HF: tuple[str, ...] = ()
+PREFIX = ""
+HEADS: tuple[str, ...] = ()
+UNUSED: tuple[str, ...] = ()
+EXTRAS: tuple[str, ...] = ()

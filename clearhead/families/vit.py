@@ -27,3 +27,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "deit-ti-16": dict(n_layers=12, d_model=192, n_heads=3),
     "deit-s-16": dict(n_layers=12, d_model=384, n_heads=6),
 }
+
+HF: tuple[str, ...] = ()
+PREFIX = ""
+HEADS: tuple[str, ...] = ()
+UNUSED: tuple[str, ...] = ()
+EXTRAS: tuple[str, ...] = ()

@@ -30,3 +30,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "whisper-medium": dict(n_layers=24, d_model=1024, n_heads=16, vocab_size=51_865),
     "whisper-large-v3": dict(n_layers=32, d_model=1280, n_heads=20, vocab_size=51_866, n_mels=128),
 }
+
+HF: tuple[str, ...] = ()
+PREFIX = ""
+HEADS: tuple[str, ...] = ()
+UNUSED: tuple[str, ...] = ()
+EXTRAS: tuple[str, ...] = ()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from clearhead.config import Config
+from clearhead.config import Config, Generation
 from clearhead.errors import InputError
 from clearhead.layers.cache import Cache
 from clearhead.layers.embedding import FrameEmbedding, TokenEmbedding
@@ -24,6 +27,9 @@ class EncoderDecoder(nn.Module):
     One token embedding serves source, target and (tied) head, unless the config gives the source a vocabulary of its own,
     or the source is sound.
     """
+
+    generation = Generation()  # replaced by what a checkpoint says
+    extras: Mapping[str, Tensor] = MappingProxyType({})  # tensors of a checkpoint that are kept, but not computed with
 
     def __init__(self, config: Config) -> None:
         super().__init__()

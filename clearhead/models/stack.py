@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from clearhead.config import Config
+from clearhead.config import Config, Generation
 from clearhead.errors import InputError
 from clearhead.layers.attention import MultiHeadAttention
 from clearhead.layers.block import Block
@@ -27,6 +30,9 @@ Padding = Bool[Tensor, "B T"] | Mask | None  # what a model's `mask=` takes; Tru
 
 class Stack(nn.Module):
     """Positions, then blocks, then (pre-norm) a last norm. `causal` makes it a decoder's, `cross` one with an encoder."""
+
+    generation = Generation()  # replaced by what a checkpoint says
+    extras: Mapping[str, Tensor] = MappingProxyType({})  # tensors of a checkpoint that are kept, but not computed with
 
     def __init__(self, config: Config, *, n_layers: int, max_len: int, causal: bool, cross: bool = False) -> None:
         super().__init__()

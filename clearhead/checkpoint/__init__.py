@@ -1,0 +1,8 @@
+"""Weights in and out: safetensors, torch files, GGUF, llama2.c and Whisper's own in; safetensors out, in our layout or
+Hugging Face's. May import: errors, config, layers, models, families.
+"""
+
+from clearhead.checkpoint.load import load
+from clearhead.checkpoint.save import save
+
+__all__ = ["load", "save"]

@@ -1,0 +1,165 @@
+"""The tables of names, read both ways: which tensor of a file is which tensor of a model.
+
+A row is (theirs, ours), or (theirs, ours, how). `{i}` counts layers. Several of ours for one of theirs are stacked along the
+first axis (GPT-2's q, k, v). The first row that names one of ours is the one written; further ones are other names that files
+are seen with. `how` says in what form the file keeps it:
+
+    transpose    the other way round (GPT-2's matrices)
+    row          a vector as 1 x n, or 1 x 1 x n
+    interleaved  rotary pairs as neighbours (2i, 2i + 1), where ours are halves (i, i + d_head / 2)
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clearhead.checkpoint.files import Weights
+from clearhead.config import Config
+from clearhead.errors import CheckpointError
+from clearhead.families.reading import Row
+
+
+@dataclass(frozen=True)
+class Match:
+    """One tensor of a file, and the one or several of the model that it is."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    how: str = ""
+    d_head: int = 0
+
+    def fits(self, theirs: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> bool:
+        return tuple(theirs) == self.shape(shapes) or (self.how == "row" and tuple(theirs) == (1, *self.shape(shapes)))
+
+    def shape(self, shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
+        """The shape the file's tensor must have, given the model's shapes."""
+        parts = [tuple(shapes[name]) for name in self.ours]
+        whole = (sum(part[0] for part in parts), *parts[0][1:])
+        return whole[::-1] if self.how == "transpose" else (1, *whole) if self.how == "row" else whole
+
+    def into(self, tensor: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+        """The file's tensor as the model's."""
+        if self.how == "transpose":
+            tensor = tensor.T
+        elif self.how == "row":
+            tensor = tensor.reshape(sizes[0], -1).squeeze(-1) if tensor.ndim < 3 else tensor[0]
+        elif self.how == "interleaved":
+            tensor = tensor.unflatten(0, (-1, self.d_head // 2, 2)).transpose(1, 2).flatten(0, 2)
+        return tensor.split(sizes) if len(sizes) > 1 else (tensor,)
+
+    def back(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The model's tensors as the file's."""
+        tensor = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+        if self.how == "transpose":
+            return tensor.T
+        if self.how == "row":
+            return tensor[None]
+        if self.how == "interleaved":
+            return tensor.unflatten(0, (-1, 2, self.d_head // 2)).transpose(1, 2).flatten(0, 2)
+        return tensor
+
+
+def expand(rows: Iterable[Row], config: Config) -> list[Match]:
+    """The rows for every layer of a model."""
+    matches: list[Match] = []
+    for row in rows:
+        theirs, ours, how = (*row, "")[:3]
+        names = (ours,) if isinstance(ours, str) else ours
+        repeated = "{i}" in theirs + "".join(names)
+        layers = config.n_decoder_layers if names[0].startswith("decoder.") else config.n_layers
+        for i in range(layers if repeated else 1):
+            here = tuple(name.replace("{i}", str(i)) for name in names)
+            matches.append(Match(theirs.replace("{i}", str(i)), here, how, config.d_head))
+    return matches
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """A tensor of the file, found and fitting; `first` is set where the model's tensor was already found under that key."""
+
+    key: str
+    match: Match
+    ours: tuple[str, ...]
+    first: str | None = None
+
+
+def pair_up(
+    shapes: Mapping[str, Sequence[int]],
+    weights: Weights,
+    matches: Iterable[Match],
+    *,
+    spelling: Mapping[str, str],
+    tied: bool = False,
+    unused: Iterable[str] = (),
+) -> list[Pairing]:
+    """Find every tensor of the model in the file, and use every tensor of the file, or fail and say which are left over.
+
+    `spelling` gives the file's key for a table's name. `unused` are patterns of what files carry that is no weight.
+    """
+    known = dict(shapes)
+    if tied and "head.weight" not in known:  # a tied head may be stored a second time
+        known["head.weight"] = known["tokens.weight"]
+    found: dict[tuple[str, ...], str] = {}
+    pairings: list[Pairing] = []
+    for match in matches:
+        key = spelling.get(match.theirs)
+        if key is None or any(name not in known for name in match.ours):
+            continue
+        if not match.fits(weights.shapes[key], known):
+            raise CheckpointError(
+                f"{key!r} has shape {weights.shapes[key]}, but by its config it must be {match.shape(known)}; "
+                f"do config and weights belong together?"
+            )
+        ours = tuple("tokens.weight" if tied and name == "head.weight" else name for name in match.ours)
+        pairings.append(Pairing(key, match, ours, found.get(ours)))
+        found.setdefault(ours, key)
+    filled, used = {name for ours in found for name in ours}, {pairing.key for pairing in pairings}
+    missing = [name for name in shapes if name not in filled]
+    left = [key for key in weights.shapes if key not in used and not matches_any(key, unused)]
+    if missing or left:
+        raise CheckpointError(
+            f"the weights do not fit the model: {len(missing)} of its tensors are not in the file "
+            f"({', '.join(missing[:5]) or 'none'}), {len(left)} of the file's are not in the model "
+            f"({', '.join(left[:5]) or 'none'}); is this the right config?"
+        )
+    return pairings
+
+
+def read_all(pairings: Iterable[Pairing], weights: Weights, targets: Mapping[str, Tensor]) -> None:
+    """Read the numbers into the model's tensors; what is stored twice must be the same twice."""
+    for pairing in pairings:
+        key, match, ours = pairing.key, pairing.match, pairing.ours
+        if pairing.first is not None:
+            if not torch.equal(weights.read(key), weights.read(pairing.first)):
+                raise CheckpointError(
+                    f"{key!r} and {pairing.first!r} are one tensor in this model, but differ; is tie_word_embeddings right?"
+                )
+        elif len(ours) == 1 and not match.how:
+            weights.read_into(key, targets[ours[0]])
+        else:
+            pieces = match.into(weights.read(key), [targets[name].shape[0] for name in ours])
+            for name, piece in zip(ours, pieces, strict=True):
+                targets[name].copy_(piece)
+
+
+def write_all(state: Mapping[str, Tensor], matches: Iterable[Match]) -> dict[str, Tensor]:
+    """The model's tensors under the file's names, each written once."""
+    written: dict[str, Tensor] = {}
+    done: set[str] = set()
+    for match in matches:
+        if all(name in state and name not in done for name in match.ours):
+            written[match.theirs] = match.back([state[name] for name in match.ours])
+            done.update(match.ours)
+    left = [name for name in state if name not in done]
+    if left:
+        raise CheckpointError(f"this layout has no name for {', '.join(left[:5])}; save with format='clearhead'")
+    return written
+
+
+def matches_any(key: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)

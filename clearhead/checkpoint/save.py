@@ -1,0 +1,152 @@
+"""`save`: a model to a folder, in our layout or in Hugging Face's; it loads back bit for bit.
+
+Everything is written beside the folder first and moved into place when it is complete, so that a kill leaves the old checkpoint
+or the new one. Each tensor carries a checksum, which loading checks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from clearhead.checkpoint.files import CHECKSUMS
+from clearhead.checkpoint.names import expand, write_all
+from clearhead.config import Generation
+from clearhead.errors import CheckpointError, did_you_mean
+from clearhead.families import PAGES
+from clearhead.models import Model
+from clearhead.version import __version__
+
+SHARD_BYTES = 4 * 2**30
+
+
+def save(
+    model: Model, path: str | Path, *, format: Literal["clearhead", "hf"] = "clearhead", shard_bytes: int = SHARD_BYTES
+) -> Path:
+    """Write the model to the folder `path`: config.json and model.safetensors (several, above `shard_bytes`).
+
+    `format="clearhead"` keeps our names and every field; `format="hf"` is what Hugging Face transformers loads.
+    """
+    if format not in ("clearhead", "hf"):
+        raise CheckpointError(f"format={format!r} is not known; {did_you_mean(str(format), ['clearhead', 'hf'])}")
+    files, state = _ours(model) if format == "clearhead" else _hugging_face(model)
+    path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path} is a file; give a folder to save into")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        try:
+            _write_weights(work, state, shard_bytes)
+            for name, value in files.items():
+                (work / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+            for file in work.iterdir():
+                _sync(file)
+            _move(work, path)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} could not be written ({error.strerror or error}); what was there before is untouched"
+        ) from None
+    return path
+
+
+def _ours(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    told = {"clearhead": __version__, "model": model.config.to_dict(), "generation": asdict(model.generation)}
+    extras = {key if key.startswith("extras.") else f"extras.{key}": tensor for key, tensor in model.extras.items()}
+    return {"config.json": told}, {**model.state_dict(), **extras}
+
+
+def _hugging_face(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config = model.config
+    if config.family not in PAGES:
+        raise CheckpointError(f"family={config.family!r} has no Hugging Face layout; save with format='clearhead'")
+    page = PAGES[config.family]
+    theirs = {**page.write(config), **_write_generation(model.generation)}
+    state = write_all(model.state_dict(), expand(page.NAMES, config))
+    prefix = page.PREFIX if config.head != "none" else ""
+    named = {key if key.startswith(page.HEADS) else prefix + key: tensor for key, tensor in state.items()}
+    extras = {
+        prefix + key.removeprefix("extras.").removeprefix(page.PREFIX): tensor for key, tensor in model.extras.items()
+    }
+    files = {"config.json": {**theirs, "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}}
+    if config.shape != "encoder":
+        files["generation_config.json"] = _write_generation(model.generation)
+    return files, {**named, **extras}
+
+
+def _write_generation(generation: Generation) -> dict[str, Any]:
+    eos = generation.eos[0] if len(generation.eos) == 1 else list(generation.eos) or None
+    values = {
+        "bos_token_id": generation.bos,
+        "eos_token_id": eos,
+        "pad_token_id": generation.pad,
+        "decoder_start_token_id": generation.decoder_start,
+        "forced_bos_token_id": generation.forced_bos,
+        "forced_eos_token_id": generation.forced_eos,
+        "max_length": generation.max_length,
+        "suppress_tokens": list(generation.suppress) or None,
+        "begin_suppress_tokens": list(generation.begin_suppress) or None,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int) -> None:
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in state.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        if shards[-1] and size + nbytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += nbytes
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        # One shard at a time on the CPU, whatever device the model is on.
+        tensors = {name: state[name].detach().cpu().contiguous() for name in names}
+        crcs = {
+            name: zlib.crc32(t.view(-1).view(torch.uint8).numpy()) if t.numel() else 0 for name, t in tensors.items()
+        }
+        save_file(tensors, folder / file, metadata={"format": "pt", CHECKSUMS: json.dumps(crcs)})
+        weight_map.update(dict.fromkeys(names, file))
+    if len(shards) > 1:
+        total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _move(work: Path, path: Path) -> None:
+    """Put the finished files in place. A new folder appears at once; in an old one, config.json goes away first and comes last,
+    so that at no moment do old and new files load together."""
+    if not path.exists():
+        work.chmod(0o755)
+        work.rename(path)
+        return
+    (path / "config.json").unlink(missing_ok=True)
+    for old in [
+        *path.glob("model*.safetensors"),
+        *path.glob("model*.safetensors.index.json"),
+        *path.glob("pytorch_model*"),
+    ]:
+        old.unlink()
+    for file in sorted(work.iterdir(), key=lambda file: file.name == "config.json"):
+        os.replace(file, path / file.name)
+
+
+def _sync(file: Path) -> None:
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())

@@ -1,0 +1,109 @@
+"""What the pages share to read other libraries' config.json: translated fields, and refusals.
+
+A field that would change the result and that we can not honour is an error, never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from clearhead.config import Config
+from clearhead.errors import CheckpointError, did_you_mean
+
+Row = tuple[str, str | tuple[str, ...]] | tuple[str, str | tuple[str, ...], str]
+
+ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+    "relu2": "relu2",
+    "relu_squared": "relu2",
+}
+
+# Fields of other models that change what a model computes, with the value that means "not used".
+FOREIGN: dict[str, tuple[Any, ...]] = {
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "query_pre_attn_scalar": (None,),
+    "partial_rotary_factor": (None, 1.0),
+    "attention_multiplier": (None, 1.0),
+    "residual_multiplier": (None, 1.0),
+    "embedding_multiplier": (None, 1.0),
+    "logits_scaling": (None, 1.0),
+    "num_local_experts": (None, 0, 1),
+    "num_experts": (None, 0, 1),
+    "quantization_config": (None,),
+    "is_decoder": (None, False),
+    "add_cross_attention": (None, False),
+    "use_parallel_residual": (None, False),
+    "parallel_attn": (None, False),
+    "attention_sinks": (None, False),
+    "normalize_before": (None, False),
+    "normalize_embedding": (None, False),
+    "add_bias_logits": (None, False),
+    "static_position_embeddings": (None, True),
+    "chunk_size_feed_forward": (None, 0),
+}
+
+
+def both(theirs: str, ours: str) -> list[Row]:
+    """The two rows of a layer with a weight and a bias."""
+    return [(f"{theirs}.weight", f"{ours}.weight"), (f"{theirs}.bias", f"{ours}.bias")]
+
+
+def take(theirs: Mapping[str, Any], field: str, default: Any = None) -> Any:
+    """A field that must be there, unless it has a default."""
+    value = theirs.get(field, default)
+    if value is None and default is None:
+        raise CheckpointError(f"config.json has no {field!r}; it has {sorted(theirs)[:12]}; is it this model's own?")
+    return default if value is None else value
+
+
+def activation(theirs: Mapping[str, Any], field: str, default: str | None = None) -> str:
+    name = take(theirs, field, default)
+    if name not in ACTIVATIONS:
+        raise CheckpointError(
+            f"config.json's {field}={name!r} is not an activation we have; {did_you_mean(str(name), ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]
+
+
+def write_activation(config: Config) -> str:
+    return {"gelu_tanh": "gelu_new", "silu": "silu", "relu2": "relu2"}.get(config.feedforward, config.feedforward)
+
+
+def refuse(theirs: Mapping[str, Any], **neutral: tuple[Any, ...]) -> None:
+    """Each of these fields, and the foreign ones, must be absent or neutral."""
+    for field, values in {**FOREIGN, **neutral}.items():
+        if field in theirs and theirs[field] not in values:
+            raise CheckpointError(
+                f"config.json's {field}={theirs[field]!r} changes what the model computes and is not supported; "
+                f"supported: {', '.join(map(repr, values))}"
+            )
+
+
+def same(theirs: Mapping[str, Any], *names: str) -> Any:
+    """Fields that must agree, because one of ours stands for all of them."""
+    values = [theirs[name] for name in names if theirs.get(name) is not None]
+    if not values or any(value != values[0] for value in values):
+        raise CheckpointError(
+            f"config.json has {', '.join(f'{n}={theirs.get(n)!r}' for n in names)}; they must be there and equal"
+        )
+    return values[0]
+
+
+def refuse_to_write(config: Config, target: str, **wanted: Any) -> None:
+    """Each of these fields must have the one value that the target's layout can express."""
+    for field, value in wanted.items():
+        got = getattr(config, field)
+        values = value if isinstance(value, tuple) else (value,)
+        if got not in values:
+            raise CheckpointError(
+                f"{target} has no place for {field}={got!r}; it can only hold {' or '.join(map(repr, values))}; "
+                f"save with format='clearhead'"
+            )
