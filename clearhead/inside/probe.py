@@ -23,8 +23,9 @@ from clearhead.errors import InputError, did_you_mean
 from clearhead.layers.attention import Attend
 from clearhead.layers.block import Block
 from clearhead.layers.feedforward import FeedForward
-from clearhead.layers.kernels import Bias, attention_scores, attention_weights
+from clearhead.layers.kernels import attention_scores, attention_weights
 from clearhead.layers.masks import Mask
+from clearhead.layers.positions import Bias
 
 ATTENTION = ("q", "k", "v", "scores", "weights", "out")
 

@@ -6,10 +6,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from clearhead.layers.cache import LayerCache
-from clearhead.layers.kernels import Bias, attend
+from clearhead.layers.kernels import attend
 from clearhead.layers.linear import FusedLinear, save_apart
 from clearhead.layers.masks import Mask
-from clearhead.layers.positions import Angles, rotate
+from clearhead.layers.positions import Angles, Bias, rotate
 
 
 class Attend(nn.Module):

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from clearhead.layers.attention import MultiHeadAttention
 from clearhead.layers.cache import LayerCache
 from clearhead.layers.feedforward import FeedForward
-from clearhead.layers.kernels import Bias
 from clearhead.layers.masks import Mask
-from clearhead.layers.positions import Angles
+from clearhead.layers.positions import Angles, Bias
 
 
 class Block(nn.Module):

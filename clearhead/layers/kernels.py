@@ -11,23 +11,19 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from clearhead.errors import InputError, did_you_mean
-from clearhead.layers.masks import ABSENT, Mask
-from clearhead.layers.positions import DistanceBias
+from clearhead.layers.flex import block_mask, flex
+from clearhead.layers.masks import Mask
+from clearhead.layers.positions import Bias, DistanceBias
 
-Bias = DistanceBias | Float[Tensor, "_ _ T S"]
 ALL = slice(None)
 
 # Up to this many pairs a mask or bias is written out once for all layers; above, it is made in strips of queries.
@@ -57,7 +53,7 @@ def attend(
         case "explicit":
             return _explicit(q, k, v, mask, bias, scale, dropout)
         case "flex":
-            return _flex(q, k, v, mask, bias, scale)
+            return flex(q, k, v, mask, bias, scale)
         case _:
             return _fused(q, k, v, mask, bias, scale, dropout)
 
@@ -130,7 +126,7 @@ def settle(
     mask = mask.simplify(T, S)
     chosen = choose_kernel(kernel, mask, S, device, dropout)
     if chosen == "flex":
-        return replace(mask, blocks=_block_mask(mask, T, S, device)), bias
+        return replace(mask, blocks=block_mask(mask, T, S, device)), bias
     if chosen == "fused" and (_goes_in_strips(mask, bias, T, S) or (bias is None and _is_plainly_causal(mask, T, S))):
         return mask, bias
     if bias is not None:
@@ -207,8 +203,8 @@ def _fused_strip(
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, pairs: Tensor | None, scale: float, dropout: float, causal: bool = False
 ) -> Tensor:
-    run = functools.partial(
-        F.scaled_dot_product_attention,
+    # torch picks the kernel: since 2.11 that is cuDNN's on Hopper GPUs, the fastest there at long lengths.
+    return F.scaled_dot_product_attention(
         *(q, k, v),
         attn_mask=pairs,
         dropout_p=dropout,
@@ -216,82 +212,6 @@ def _sdpa(
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
-    if q.is_cuda and pairs is None and q.shape[2] >= 2048 and torch.cuda.get_device_capability(q.device) == (9, 0):
-        # On Hopper, at these lengths, cuDNN runs at 1.6 to 1.8 times the flash kernel's rate.
-        order = [
-            SDPBackend.CUDNN_ATTENTION,
-            SDPBackend.FLASH_ATTENTION,
-            SDPBackend.EFFICIENT_ATTENTION,
-            SDPBackend.MATH,
-        ]
-        with sdpa_kernel(order, set_priority=True):
-            return run()
-    return run()
-
-
-def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None, scale: float) -> Tensor:
-    T, S = q.shape[2], k.shape[2]
-    blocks = mask.blocks or _block_mask(mask, T, S, q.device)
-    run = functools.partial(
-        *(flex_attention, q, k, v), block_mask=blocks, scale=scale, score_mod=_score_mod(mask, bias, T, S, q.device),
-        enable_gqa=q.shape[1] != k.shape[1],
-    )  # fmt: skip
-    if torch.compiler.is_compiling():
-        return run()
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if q.device.type == "cpu" and needs_grad:  # torch compiles flex on the CPU for inference only
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-            return run()
-    return _compiled_flex()(*run.args, **run.keywords)
-
-
-@functools.cache
-def _compiled_flex() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=False)
-
-
-def _block_mask(mask: Mask, T: int, S: int, device: torch.device) -> BlockMask:
-    """The blocks of the score matrix in which any pair is allowed."""
-    place = _places(mask, T, S, device)
-
-    def allowed(b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        query, key = place(b, i, j)
-        ok = key > ABSENT
-        if mask.causal:
-            ok = ok & (key <= query)
-        if mask.window:
-            ok = ok & ((key - query).abs() < mask.window)
-        for ids in mask.documents:
-            ok = ok & (ids[b, i + S - T] == ids[b, j])
-        return ok
-
-    return create_block_mask(allowed, mask.batch, None, T, S, device=device, _compile=device.type == "cuda")
-
-
-def _score_mod(mask: Mask, bias: Bias | None, T: int, S: int, device: torch.device) -> Callable[..., Tensor] | None:
-    if bias is None:
-        return None
-    if isinstance(bias, Tensor):
-        written = bias
-        return lambda score, b, h, i, j: score + written[b % written.shape[0], h % written.shape[1], i, j]
-    place, symbolic = _places(mask, T, S, device), bias
-
-    def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        query, key = place(b, i, j)
-        return score + symbolic.at(h, key - query)
-
-    return add
-
-
-def _places(
-    mask: Mask, T: int, S: int, device: torch.device
-) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Where query i and key j of row b stand: arithmetic where they are in order, a look-up where not."""
-    if mask.is_ordered:
-        return lambda b, i, j: (i + (S - T), j)
-    queries, keys = mask.positions(T, S, device)
-    return lambda b, i, j: (queries[b % queries.shape[0], i], keys[b % keys.shape[0], j])
 
 
 def _is_plainly_causal(mask: Mask, T: int, S: int) -> bool:

@@ -90,14 +90,20 @@ class Rotary(Positions):
         low: float = 1.0,
         high: float = 4.0,
         original_len: int = 8192,
+        precision: str = "float32",
     ) -> None:
         super().__init__()
         if scaling not in ("none", "linear", "llama3"):
             raise ConfigError(f"rotary scaling {scaling!r} is not known; use 'none', 'linear' or 'llama3'")
         self.d_head, self.base, self.interleaved = d_head, base, interleaved
         self.scaling, self.factor, self.low, self.high, self.original_len = scaling, factor, low, high, original_len
+        self.precision: torch.dtype = getattr(torch, precision)
 
     def frequencies(self, device: torch.device) -> Float[Tensor, " e"]:
+        # A model trained with rounded frequencies goes on with them: in float16, the turn at position 1,000 is up to a quarter radian off.
+        return self._scaled(device).to(self.precision).float()
+
+    def _scaled(self, device: torch.device) -> Float[Tensor, " e"]:
         # float32, whatever the model's type: the precision every published rotary checkpoint was trained with.
         steps = torch.arange(0, self.d_head, 2, device=device).float() / self.d_head
         plain = 1.0 / self.base**steps
@@ -189,6 +195,11 @@ class RelativeBuckets(DistanceBias):
 
     def dense(self, distance: Int[Tensor, "b t s"]) -> Float[Tensor, "b h t s"]:
         return F.embedding(self.bucket(distance), self.weight).movedim(-1, 1)
+
+
+Bias = (
+    DistanceBias | Float[Tensor, "_ _ T S"]
+)  # what `attend` can add to the scores: a function of distance, or numbers
 
 
 def check_length(length: int, positions: Positions) -> None:
