@@ -1,0 +1,185 @@
+"""What the readers of tokenizer files share: refusing broken files, roles, special tokens, byte-level BPE."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from clearhead.data.tokenizers import ROLES, Tokenizer
+from clearhead.errors import CheckpointError, ClearheadError, did_you_mean
+
+# Larger than any tokenizer file in use, small enough to read whole; a file above it is something else.
+MAX_BYTES = 256 * 2**20
+# No vocabulary has longer pieces; a bound keeps the square of it harmless in a broken file.
+MAX_PIECE = 512
+
+# Where no file says which token has which role, its name does. Earlier names win.
+CONVENTION = {
+    "bos": ("<s>", "<bos>", "[CLS]", "<cls>", "<|begin_of_text|>", "<|endoftext|>"),
+    "eos": ("</s>", "<eos>", "[SEP]", "<|end_of_text|>", "<|endoftext|>"),
+    "pad": ("<pad>", "[PAD]"),
+    "unk": ("<unk>", "[UNK]"),
+    "mask": ("<mask>", "[MASK]"),
+}
+
+# How LLaMA 3 and Qwen2 cut words; they differ in how many digits may stay together.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@contextmanager
+def reading(path: Path, kind: str) -> Generator[None, None, None]:
+    """Whatever a broken file makes a parser do becomes one CheckpointError."""
+    try:
+        yield
+    except (ClearheadError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a Rust panic inside `tokenizers` is no Exception
+        raise CheckpointError(
+            f"{path} does not read as {kind}: {type(error).__name__}: {error!s:.200}; fetch or export the file again"
+        ) from error
+
+
+def read_bytes(path: Path) -> bytes:
+    if (size := path.stat().st_size) > MAX_BYTES:
+        raise CheckpointError(f"{path} has {size} bytes, too many for a tokenizer; point at the tokenizer's own file")
+    return path.read_bytes()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; an empty one where there is no such file."""
+    if not path.is_file():
+        return {}
+    with reading(path, "JSON"):
+        found = json.loads(read_bytes(path))
+        if not isinstance(found, dict):
+            raise ValueError(f"{type(found).__name__} at the top, not an object")
+        return cast("dict[str, Any]", found)
+
+
+def read_vocab(path: Path) -> dict[str, int]:
+    vocab = read_json(path)
+    with reading(path, "a vocabulary, {token: id}"):
+        if not vocab or not all(type(id) is int and 0 <= id < 2**31 for id in vocab.values()):
+            raise ValueError(f"{len(vocab)} entries, not all with a number from 0 on as id")
+    return vocab
+
+
+def finish(core: tokenizers.Tokenizer, folder: Path) -> Tokenizer:
+    """The tokenizer with its roles and its chat template, as the files beside it say."""
+    config = read_json(folder / "tokenizer_config.json")
+    named = {**read_json(folder / "special_tokens_map.json"), **config}
+    numbered = {**read_json(folder / "config.json"), **read_json(folder / "generation_config.json")}
+    roles = by_convention(core)
+    for role in ROLES:
+        # BERT's [CLS] and [SEP] are what begins and ends a text.
+        keys = [f"{role}_token", {"bos": "cls_token", "eos": "sep_token"}.get(role, "")]
+        number = numbered.get(f"{role}_token_id")
+        number = number[0] if isinstance(number, list) and number else number
+        if given := [_content(named[key]) for key in keys if key in named]:
+            # Naming no token, or one that the vocabulary lacks, is an answer too: this role has no id.
+            token = next((token for token in given if token), None)
+            roles[role] = None if token is None else core.token_to_id(token)
+        elif type(number) is int and 0 <= number < 2**32 and core.id_to_token(number) is not None:  # some write -1
+            roles[role] = number
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = template.get("default")
+    if (own := folder / "chat_template.jinja").is_file():
+        with reading(own, "a UTF-8 chat template"):
+            template = read_bytes(own).decode()
+    return Tokenizer(core, roles, template if isinstance(template, str) else None)
+
+
+def by_convention(core: tokenizers.Tokenizer) -> dict[str, int | None]:
+    """Roles from the names of the special tokens."""
+    known = {token.content: id for id, token in core.get_added_tokens_decoder().items() if token.special}
+    return {role: next((known[name] for name in names if name in known), None) for role, names in CONVENTION.items()}
+
+
+def _content(token: Any) -> str | None:
+    """A token as these files write it: its text, or an object with the text inside."""
+    found = token.get("content") if isinstance(token, Mapping) else token
+    return found if isinstance(found, str) else None
+
+
+def add_special(core: tokenizers.Tokenizer, tokens: Iterable[str | None]) -> None:
+    """Marks tokens of the vocabulary as special; those it lacks stay out."""
+    core.add_special_tokens([token for token in tokens if token and core.token_to_id(token) is not None])
+
+
+def add_listed(core: tokenizers.Tokenizer, folder: Path) -> None:
+    """The tokens that added_tokens.json or tokenizer_config.json append to a vocabulary, each at the id listed."""
+    listed: dict[int, AddedToken] = {}
+    with reading(folder, "a list of added tokens"):
+        for content, id in read_json(folder / "added_tokens.json").items():
+            listed[int(id)] = AddedToken(content, normalized=False, special=True)
+        for id, entry in read_json(folder / "tokenizer_config.json").get("added_tokens_decoder", {}).items():
+            flags = {flag: bool(entry.get(flag)) for flag in ("single_word", "lstrip", "rstrip", "special")}
+            listed[int(id)] = AddedToken(entry["content"], normalized=bool(entry.get("normalized")), **flags)
+        core.add_tokens([listed[id] for id in sorted(listed)])
+        for id, token in listed.items():
+            if core.token_to_id(token.content) != id:
+                raise ValueError(
+                    f"{token.content!r} is listed at {id} but belongs at {core.token_to_id(token.content)}"
+                )
+
+
+def surround(core: tokenizers.Tokenizer, before: Sequence[str | None], after: Sequence[str | None]) -> None:
+    """What `special=True` puts around a text."""
+    before, after = [t for t in before if t], [t for t in after if t]
+    ids = [(token, core.token_to_id(token)) for token in dict.fromkeys([*before, *after])]
+    core.post_processor = processors.TemplateProcessing(single=[*before, "$A", *after], special_tokens=ids)
+
+
+def byte_alphabet() -> list[str]:
+    """GPT-2's visible stand-in for each of the 256 bytes: itself where printable, else the next one from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte if byte in printable else 256 + hidden.index(byte)) for byte in range(256)]
+
+
+def byte_level_bpe(vocab: dict[str, int], merges: list[tuple[str, str]], words: str = "gpt-2") -> tokenizers.Tokenizer:
+    """BPE over bytes; `words` is llama.cpp's name for the way text is cut into words first."""
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    cuts: dict[str, Any] = {
+        "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
+        "smollm": pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        ),
+        "llama-bpe": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_WORDS % "{1,3}"), "isolated"), whole]),
+        "qwen2": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_WORDS % ""), "isolated"), whole]),
+    }
+    if words not in cuts:
+        raise CheckpointError(f"no way to cut words is known as {words!r} here; {did_you_mean(words, cuts)}")
+    # LLaMA 3 takes a whole word that is in the vocabulary even where no merges lead to it.
+    core = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=words == "llama-bpe"))
+    core.pre_tokenizer = cuts[words]
+    core.decoder = decoders.ByteLevel()
+    if words == "qwen2":
+        core.normalizer = normalizers.NFC()
+    return core
+
+
+def derive_merges(ranked: Iterable[str], known: Collection[str]) -> list[tuple[str, str]]:
+    """Every way to join two known pieces into a third, best third first.
+
+    Encoders that merge by score or rank take the best pair whose join is a piece, whatever its halves; a merge list
+    that names all halves does the same.
+    """
+    merges: list[tuple[str, str]] = []
+    for piece in ranked:
+        if len(piece) > MAX_PIECE:
+            raise ValueError(f"a piece of {len(piece)} characters, {piece[:20]!r}...")
+        halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
+        merges += [(left, right) for left, right in halves if left in known and right in known]
+    return merges

@@ -1,0 +1,229 @@
+"""A tokenizer: text to ids and back, over the `tokenizers` library, whatever file it came from."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import tokenizers
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from clearhead.data.chat import render_chat
+from clearhead.errors import InputError, did_you_mean
+
+Side = Literal["left", "right"]
+ROLES = ("bos", "eos", "pad", "unk", "mask")
+
+# How SentencePiece vocabularies spell one raw byte.
+BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+class Tokenizer:
+    """Text to ids and back. `bos`, `eos`, `pad`, `unk` and `mask` are ids, or None where the vocabulary has none."""
+
+    def __init__(
+        self,
+        core: tokenizers.Tokenizer,
+        roles: Mapping[str, int | None],
+        chat_template: str | None = None,
+        *,
+        target_core: tokenizers.Tokenizer | None = None,
+        vocab: dict[str, int] | None = None,
+    ) -> None:
+        # A tokenizer.json may ask for truncation or padding. Cutting a text is the caller's choice alone.
+        core.no_truncation()
+        core.no_padding()
+        self.core = core
+        self.target_core = target_core or core
+        self.bos, self.eos, self.pad, self.unk, self.mask = (roles.get(role) for role in ROLES)
+        self.chat_template = chat_template
+        self.vocab = vocab or core.get_vocab()
+        self._names = {id: token for token, id in self.vocab.items()}
+        # Not the number of entries: ids may have gaps, and an embedding needs a row for the highest.
+        self.vocab_size = max(self._names, default=-1) + 1
+        self.special_ids = {id for id, token in core.get_added_tokens_decoder().items() if token.special}
+
+    def encode(self, text: str, special: bool = True, target: bool = False) -> list[int]:
+        """Ids of `text`; `special` adds what the model expects around it, such as bos or [CLS] ... [SEP].
+
+        `target` matters only to models whose target language has pieces of its own (see PairTokenizer).
+        """
+        return self._encode_all([text], special, target)[0]
+
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        """Text of `ids`; special tokens are left out unless `special`."""
+        return self.core.decode(self._check(ids), skip_special_tokens=not special)
+
+    def batch(
+        self,
+        texts: Iterable[str],
+        special: bool = True,
+        max_len: int | None = None,
+        side: Side = "right",
+        truncate: Side | None = None,
+        target: bool = False,
+    ) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
+        """Ids padded on `side`, and a mask, True = a real token.
+
+        A text longer than `max_len` is an error unless `truncate` says which end to cut; what `special` adds stays.
+        """
+        for name, value in (("side", side), ("truncate", truncate or "right")):
+            if value not in ("left", "right"):
+                raise InputError(f"{name}={value!r} is no end of a text; {did_you_mean(value, ('left', 'right'))}")
+        rows = self._encode_all(texts, special, target, max_len, truncate)
+        width = max((len(row) for row in rows), default=0)
+        # Where there is no pad token any id does, since the mask hides it; 0 is in every vocabulary.
+        tokens = torch.full((len(rows), width), self.pad or 0, dtype=torch.long)
+        real = torch.zeros((len(rows), width), dtype=torch.bool)
+        for i, row in enumerate(rows):
+            place = slice(0, len(row)) if side == "right" else slice(width - len(row), width)
+            tokens[i, place] = torch.tensor(row, dtype=torch.long)
+            real[i, place] = True
+        return tokens, real
+
+    def token(self, id: int) -> str:
+        """The vocabulary's own spelling of one id, such as 'Ġworld' or '▁world'."""
+        return self._names[self._check([id])[0]]
+
+    def id(self, token: str) -> int:
+        """The id of one token, spelled as the vocabulary spells it."""
+        if token not in self.vocab:
+            special = [self._names[id] for id in self.special_ids]
+            hint = did_you_mean(token, special) if special else "encode it as text instead"
+            raise InputError(f"{token!r} is not one token of this vocabulary of {self.vocab_size}; {hint}")
+        return self.vocab[token]
+
+    def stream(self, special: bool = False) -> TextStream:
+        """Decodes one id at a time, for text that is shown while it is generated."""
+        return TextStream(self, special)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The prompt that the model's own template makes of `messages`; encode it with special=False."""
+        known = {key: token or "" for key, token in self._role_tokens().items()}
+        known["add_generation_prompt"] = add_generation_prompt
+        return render_chat(self.chat_template, messages, {**known, **variables})
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Writes tokenizer.json and tokenizer_config.json, which `load_tokenizer` and transformers read."""
+        self._write(directory, {"tokenizer.json": self.core.to_str(pretty=True).encode()}, "PreTrainedTokenizerFast")
+
+    def _write(self, directory: str | os.PathLike[str], files: Mapping[str, bytes], kind: str) -> None:
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        # All five roles, null included: a reader then has no reason to guess from other files in the directory.
+        config = {"tokenizer_class": kind, "clean_up_tokenization_spaces": False, **self._role_tokens()}
+        config["chat_template"] = self.chat_template
+        files = {**files, "tokenizer_config.json": json.dumps(config, indent=2).encode()}
+        for name, content in files.items():
+            temporary = folder / f".{name}.{os.getpid()}.tmp"
+            try:
+                temporary.write_bytes(content)
+                os.replace(temporary, folder / name)  # a reader sees the old file or the new one, never half of one
+            finally:
+                temporary.unlink(missing_ok=True)
+        # Left from another tokenizer, these would win over what was just written.
+        for name in {"chat_template.jinja", "tokenizer.json"} - files.keys():
+            (folder / name).unlink(missing_ok=True)
+
+    def _role_tokens(self) -> dict[str, Any]:
+        ids = {role: getattr(self, role) for role in ROLES}
+        return {f"{role}_token": None if id is None else self.token(id) for role, id in ids.items()}
+
+    def _encode_all(
+        self,
+        texts: Iterable[str],
+        special: bool,
+        target: bool,
+        max_len: int | None = None,
+        truncate: Side | None = None,
+    ) -> list[list[int]]:
+        if isinstance(texts, str):
+            raise InputError(f"texts is one str, {texts!r:.60}; pass a list of texts")
+        texts = list(texts)
+        for text in texts:
+            if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance] - not every caller has types
+                raise InputError(f"a text must be a str, not {type(text).__name__}: {text!r:.60}; decode it first")
+        core = self.target_core if target else self.core
+        try:
+            encodings = core.encode_batch(texts, add_special_tokens=False)
+        except Exception as error:
+            raise InputError(
+                f"these texts cannot be encoded: {texts!r:.60}: {error}; remove what is no text, such as a lone "
+                "surrogate, or check that the vocabulary has its unknown token"
+            ) from error
+        extra = core.num_special_tokens_to_add(False) if special else 0
+        rows: list[list[int]] = []
+        for encoding in encodings:
+            length = len(encoding.ids) + extra
+            if max_len is not None and length > max_len:
+                if truncate is None or extra > max_len:
+                    raise InputError(
+                        f"a text has {length} tokens ({extra} of them special) but max_len={max_len}; shorten it, "
+                        'raise max_len, or cut the text by choice with truncate="left" or "right"'
+                    )
+                encoding.truncate(max_len - extra, direction=truncate)
+            rows.append(self._ids(core.post_process(encoding) if special else encoding))
+        return rows
+
+    def _ids(self, encoding: tokenizers.Encoding) -> list[int]:
+        return encoding.ids
+
+    def _check(self, ids: Iterable[int]) -> list[int]:
+        """The ids as plain numbers; `tokenizers` would leave out unknown ones without a word."""
+        ids = [int(id) for id in ids]
+        for id in ids:
+            if id not in self._names:
+                raise InputError(
+                    f"id {id} is not in this vocabulary of {self.vocab_size} ids; "
+                    "check that the tokenizer belongs to the model"
+                )
+        return ids
+
+
+class TextStream:
+    """Incremental decoding. All that `push` returned, then `finish()`, joined, is exactly `decode` of all ids.
+
+    Text is held back while later ids could still change it: an unfinished UTF-8 character, or a run of SentencePiece
+    byte pieces, which becomes text only as a whole.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._special = special
+        # Decoding is local but for the first token, which loses its leading space. So one finished chunk is kept in
+        # front of what is still open, and a stream of n ids costs O(n), not O(n^2).
+        self._window: list[int] = []
+        self._finished = 0  # ids of the window that belong to that chunk
+        self._sent = 0  # characters of the window's text already handed out
+
+    def push(self, id: int) -> str:
+        """The text that is certain now, often one word, sometimes nothing."""
+        piece = self._tokenizer.token(id)
+        if id in self._tokenizer.special_ids and not self._special:
+            return ""
+        self._window.append(int(id))
+        if BYTE_PIECE.fullmatch(piece):
+            return ""
+        text = self._decode(self._window)
+        # An unfinished character is one replacement character at the very end; all before it is final.
+        certain = len(text) - text.endswith("\ufffd")
+        new, self._sent = text[self._sent : certain], max(self._sent, certain)
+        if certain == len(text) and (tail := self._decode(self._window[self._finished :])):
+            self._window = self._window[self._finished :]
+            self._finished, self._sent = len(self._window), len(tail)
+        return new
+
+    def finish(self) -> str:
+        """What was held back; the stream can then start on a new text."""
+        rest = self._decode(self._window)[self._sent :]
+        self._window, self._finished, self._sent = [], 0, 0
+        return rest
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, special=self._special)
