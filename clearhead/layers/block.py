@@ -47,7 +47,7 @@ class Block(nn.Module):
         *,
         angles: Angles | None = None,
         bias: Bias | None = None,
-        memory: Float[Tensor, "B S D"] | None = None,
+        memory: Float[Tensor, "B _ D"] | None = None,
         memory_mask: Mask | None = None,
         cache: LayerCache | None = None,
     ) -> Float[Tensor, "B T D"]:

@@ -179,4 +179,6 @@ class Cache:
 
     def free(self, rows: Sequence[int]) -> None:
         """Drop these rows and their memory; the others move up."""
+        if any(not 0 <= row < self.batch for row in rows):
+            raise InputError(f"rows must be 0 .. {self.batch - 1}; got {list(rows)}; the cache holds {self.batch} rows")
         self.reorder([row for row in range(self.batch) if row not in set(rows)])

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from clearhead.errors import InputError
+from clearhead.errors import ConfigError, InputError, did_you_mean
 from clearhead.layers.feedforward import ACTIVATIONS
 
 
@@ -31,7 +31,7 @@ class TokenEmbedding(nn.Embedding):
                 f"tokens are whole numbers of shape (batch, length); got {tokens.dtype} of shape {tuple(tokens.shape)}; "
                 f"for one text use tokens[None]"
             )
-        if tokens.shape[1] == 0:
+        if tokens.numel() == 0:
             raise InputError(
                 f"tokens of shape {tuple(tokens.shape)} hold no token; give at least one, such as the bos id"
             )
@@ -99,6 +99,8 @@ class TokenHead(nn.Module):
         scale: float = 1.0,
     ) -> None:
         super().__init__()
+        if bias not in ("none", "learned", "fixed"):
+            raise ConfigError(f"head_bias={bias!r} is not known; {did_you_mean(bias, ['none', 'learned', 'fixed'])}")
         self.scale = scale
         self.activation = transform[0] if transform else None
         if transform:

@@ -6,6 +6,7 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ BLOCK = 128  # the side of a block
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None, scale: float) -> Tensor:
     """`attend` through flex_attention."""
     T, S = q.shape[2], k.shape[2]
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *_learned(bias)))
     if q.device.type == "cpu" and needs_grad:
         raise InputError(
             "torch's flex kernel has no backward pass on the CPU; got inputs that need gradients; use kernel='fused'"
@@ -39,17 +40,23 @@ def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None, scale: 
     )
     if torch.compiler.is_compiling():
         return run()
-    if q.device.type == "cpu" and S < 1024:  # not worth a compilation
+    if q.device.type == "cpu" and (S < 1024 or q.dtype == torch.float64):  # not worth compiling, or can not be
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
             return run()
     return _compiled_flex()(*run.args, **run.keywords)
 
 
+def _learned(bias: Bias | None) -> list[Tensor]:
+    if bias is None:
+        return []
+    return [bias] if isinstance(bias, Tensor) else list(bias.parameters())
+
+
 @functools.cache
 def _compiled_flex() -> Callable[..., Tensor]:
     # Each kind of mask, bias, type and length is a compilation; past torch's limit of 8 it would silently run uncompiled.
-    limits = importlib.import_module("torch._dynamo.config")
+    limits: Any = importlib.import_module("torch._dynamo.config")
     limits.recompile_limit = max(limits.recompile_limit, 64)
     return torch.compile(flex_attention, dynamic=False)
 
@@ -70,7 +77,8 @@ def block_mask(mask: Mask, T: int, S: int, device: torch.device) -> BlockMask:
         if mask.window:
             ok = ok & ((key - query).abs() < mask.window)
         for ids in mask.documents:
-            ok = ok & (ids[b, i + S - T] == ids[b, j])
+            row = b % ids.shape[0]
+            ok = ok & (ids[row, i + S - T] == ids[row, j])
         return ok
 
     queries, keys = mask.positions(T, S, device)

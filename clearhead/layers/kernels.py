@@ -47,7 +47,9 @@ def attend(
     `scale` replaces 1 / sqrt(E). `dropout` falls on the weights.
     """
     T, S = q.shape[2], k.shape[2]
-    mask = check_mask(mask).simplify(T, S)
+    mask = check_mask(mask)
+    check_fit(q, k, v, mask)
+    mask = mask.simplify(T, S)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     match choose_kernel(kernel, mask, S, q.device, dropout):
         case "explicit":
@@ -94,10 +96,9 @@ def attention_scores(
     q = q[:, :, rows]
     # Queries that share a key head are laid one under the other: one product a key head, k not repeated.
     grouped = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
-    scores = (grouped @ k.transpose(-2, -1)).unflatten(2, (-1, q.shape[2])).flatten(1, 2)
-    scores = (
-        scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
-    )  # 8 or 11 bits are too few for a softmax
+    # float32 before the product: 8 or 11 bits are too few for a softmax, and float16 overflows before it is scaled.
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (grouped.to(wide) @ k.to(wide).transpose(-2, -1)).unflatten(2, (-1, q.shape[2])).flatten(1, 2) * scale
     if bias is not None:
         scores = scores + _bias_of(bias, check_mask(mask), T, S, rows, ALL, q.device)
     return scores
@@ -145,6 +146,26 @@ def check_mask(mask: object) -> Mask:
             f"make one with causal(), window(n), padding(real), documents(ids), combined with &"
         )
     return mask
+
+
+def check_fit(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
+    """Refuse what would broadcast into nonsense: heads that do not group, masks of another length or batch."""
+    if q.shape[1] % k.shape[1] or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
+        raise InputError(
+            f"q, k and v must share batch and head width, and q's heads be a multiple of k's; got q {tuple(q.shape)}, "
+            f"k {tuple(k.shape)}, v {tuple(v.shape)}; each is (batch, heads, length, width)"
+        )
+    T, S = q.shape[2], k.shape[2]
+    for name, told, length in [("queries", mask.queries, T), *(("keys", t, S) for t in (mask.keys, *mask.documents))]:
+        if told is not None and (told.shape[1] != length or told.shape[0] not in (1, q.shape[0])):
+            raise InputError(
+                f"the mask speaks of {tuple(told.shape)} {name}, but there are {(q.shape[0], length)} (batch, length); "
+                f"make it from tensors of that shape"
+            )
+    if mask.documents and T > S:
+        raise InputError(
+            f"documents need queries that are among the keys; got {T} queries and {S} keys; use padding instead"
+        )
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None, scale: float, dropout: float) -> Tensor:

@@ -51,11 +51,34 @@ def save_apart(holder: nn.Module, name: str) -> None:
                 for part, piece in zip(parts, whole.split(list(parts.values())), strict=True):
                     state[f"{prefix}{part}.{kind}"] = piece
 
-    def join(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+    def join(
+        holder: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        _: dict[str, Any],
+        __: bool,
+        missing: list[str],
+        ___: list[str],
+        errors: list[str],
+    ) -> None:
         for kind, parts in tables.items():
-            keys = [f"{prefix}{part}.{kind}" for part in parts]
-            if keys and all(key in state for key in keys):
-                state[f"{prefix}{name}.{kind}"] = torch.cat([state.pop(key) for key in keys])
+            if not parts:
+                continue
+            whole = getattr(getattr(holder, name), kind)
+            pieces: list[Tensor] = []
+            for part, now in zip(parts, whole.split(list(parts.values())), strict=True):
+                key = f"{prefix}{part}.{kind}"
+                piece = state.pop(key, None)
+                if piece is None:
+                    missing.append(key)
+                elif piece.shape != now.shape:
+                    errors.append(
+                        f"size mismatch for {key}: {tuple(piece.shape)} in the checkpoint, {tuple(now.shape)} here"
+                    )
+                pieces.append(now if piece is None or piece.shape != now.shape else piece)
+            # A part that is not there stays as it is; on the meta device it is nothing, and does not join.
+            mixed = len({piece.device for piece in pieces}) > 1
+            state[f"{prefix}{name}.{kind}"] = whole if mixed else torch.cat(pieces)
 
     holder.register_state_dict_post_hook(split)
     holder.register_load_state_dict_pre_hook(join)

@@ -31,9 +31,9 @@ class Mask:
 
     causal: bool = False
     window: int = 0  # 0: none; n: only keys at a distance below n
-    keys: Int[Tensor, "B S"] | Int[Tensor, "1 S"] | None = None  # positions; ABSENT where no key is
-    queries: Int[Tensor, "B T"] | Int[Tensor, "1 T"] | None = None
-    documents: tuple[Int[Tensor, "B S"], ...] = ()  # only keys with the query's own number, in each of these
+    keys: Int[Tensor, "_ S"] | None = None  # positions; ABSENT where no key is
+    queries: Int[Tensor, "_ T"] | None = None
+    documents: tuple[Int[Tensor, "_ S"], ...] = ()  # only keys with the query's own number, in each of these
     dense: Bool[Tensor, "_ 1 _ S"] | None = None  # all of `allowed`, once `settle` has written it out
     blocks: BlockMask | None = None  # the same for the flex kernel
 
@@ -56,7 +56,8 @@ class Mask:
     @property
     def batch(self) -> int | None:
         """For how many rows of the batch this mask differs; None: for none."""
-        return next((t.shape[0] for t in (self.keys, self.queries, *self.documents) if t is not None), None)
+        sizes = [t.shape[0] for t in (self.keys, self.queries, *self.documents) if t is not None]
+        return max(sizes) if sizes else None
 
     @property
     def is_ordered(self) -> bool:
@@ -67,7 +68,7 @@ class Mask:
         """The same mask without the facts that forbid nothing at this size."""
         if not self.is_ordered or self.dense is not None or self.blocks is not None:
             return self
-        window = 0 if self.window >= S else self.window
+        window = 0 if self.window >= max(T, S) else self.window
         causal = self.causal and T > 1
         return replace(self, window=window, causal=causal)
 
@@ -126,6 +127,11 @@ def padding(real: Bool[Tensor, "B S"]) -> Mask:
 
 def documents(ids: Int[Tensor, "B S"]) -> Mask:
     """Several documents packed into one row: a token sees only tokens of its own document."""
+    if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise InputError(
+            f"documents are numbered by whole numbers of shape (batch, length); got {ids.dtype} of shape {tuple(ids.shape)}; "
+            f"give each token its document's number"
+        )
     return Mask(documents=(ids,))
 
 

@@ -100,7 +100,7 @@ class Rotary(Positions):
         self.precision: torch.dtype = getattr(torch, precision)
 
     def frequencies(self, device: torch.device) -> Float[Tensor, " e"]:
-        # A model trained with rounded frequencies goes on with them: in float16, the turn at position 1,000 is up to a quarter radian off.
+        # A model trained with rounded ones goes on with them: float16's turns, at position 1,000, are up to 0.25 rad off.
         return self._scaled(device).to(self.precision).float()
 
     def _scaled(self, device: torch.device) -> Float[Tensor, " e"]:

@@ -1,0 +1,70 @@
+"""What every test shares.
+
+Shapes. Before anything imports clearhead, jaxtyping's import hook wraps each of its functions, so that every shape
+annotation is checked on every call of the test run. A test that passes what the annotations forbid, to read the error a
+user gets, asks for the `unchecked` fixture: the hook is not there for users.
+
+Compiling. torch.compile can't trace through the hook's wrappers. Tests of compiled code therefore live in
+`tests/compiled/cases_*.py`, which pytest does not collect by itself; `tests/compiled/test_compiled.py` runs each of these
+files as a test of its own, in a fresh process with CLEARHEAD_SHAPES=unchecked, which leaves the hook out. To run one by hand:
+
+    CLEARHEAD_SHAPES=unchecked python -m pytest tests/compiled/cases_attend.py
+
+The flex kernel compiles by itself, so a checked test that runs it asks for `uncompiled_flex`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import jaxtyping
+import pytest
+import torch
+from hypothesis import register_random, settings
+from torch.nn.attention import flex_attention
+
+if os.environ.get("CLEARHEAD_SHAPES") != "unchecked":
+    jaxtyping.install_import_hook("clearhead", "beartype.beartype")
+
+torch.set_num_threads(1)  # several test processes run side by side and already fill the cores
+
+# The same examples in every run: a red build can be run again. No deadline: another process may hold the core.
+settings.register_profile("clearhead", derandomize=True, deadline=None, database=None)
+settings.load_profile("clearhead")
+
+
+class TorchRandom:
+    """torch's random numbers as hypothesis wants to be given them: seeded alike before each example, put back after."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+torch_random = TorchRandom()
+register_random(torch_random)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Without the annotations' checks, as a user runs it."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="module")
+def uncompiled_flex() -> Iterator[None]:
+    """The flex kernel run step by step, with clearhead's own masks and biases; tests/compiled runs it compiled."""
+    from clearhead.layers import flex
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+        patch.setattr(flex, "_compiled_flex", lambda: flex.flex_attention)
+        yield

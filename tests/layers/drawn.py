@@ -1,0 +1,20 @@
+"""What hypothesis draws for the tests of this folder."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from .reference import Facts
+
+
+@st.composite
+def facts(draw: st.DrawFn, B: int, S: int) -> Facts:
+    """Any mask over B rows of S keys; rows without a real token are among them."""
+    flags = st.lists(st.booleans(), min_size=S, max_size=S)
+    ids = st.lists(st.integers(0, 2), min_size=S, max_size=S)
+    return Facts(
+        causal=draw(st.booleans()),
+        window=draw(st.one_of(st.just(0), st.integers(1, S + 1))),
+        real=draw(st.one_of(st.none(), st.lists(flags, min_size=B, max_size=B))),
+        documents=draw(st.lists(st.lists(ids, min_size=B, max_size=B), max_size=2)),
+    )

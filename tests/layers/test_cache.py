@@ -1,0 +1,243 @@
+"""The cache: reading in pieces is reading at once, whatever the pieces, the padding, the window and the rows kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from clearhead.errors import InputError
+from clearhead.layers.cache import Cache
+from clearhead.layers.kernels import attend
+from clearhead.layers.masks import ABSENT, Mask, causal, padding, window
+
+B, LAYERS, K, H, E, LENGTH = 3, 2, 2, 4, 5, 13
+
+# float64, the same sums over the same keys in another order
+TIGHT = dict(rtol=0, atol=1e-12)
+
+
+def new_cache(*, batch: int = B, max_len: int = LENGTH, window: int = 0) -> Cache:
+    return Cache(
+        batch=batch, max_len=max_len, n_layers=LAYERS, n_kv_heads=K, d_head=E, window=window, dtype=torch.float64
+    )
+
+
+def random_qkv(rows: int = B, length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]:
+    """For each layer; the layers' keys differ, so that one written into another's share would show."""
+    q, k, v = (torch.randn(LAYERS, rows, n, length, E, dtype=torch.float64) for n in (H, K, K))
+    return q, k, v
+
+
+def read(cache: Cache, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, width: int) -> Tensor:
+    """What a model does with a piece: check, place, extend and attend in each layer, advance."""
+    batch, T = q.shape[1], q.shape[3]
+    cache.check(batch, T)
+    stands, mask = cache.place(T, real)
+    mask = replace(mask, causal=True, window=width)
+    out = [attend(q[i], *layer.extend(k[i], v[i]), mask, kernel="explicit") for i, layer in enumerate(cache.layers)]
+    cache.advance(stands)
+    return torch.stack(out)
+
+
+def read_whole(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, width: int) -> Tensor:
+    mask = causal() & (Mask() if real is None else padding(real)) & (window(width) if width else Mask())
+    return torch.stack([attend(q[i], k[i], v[i], mask, kernel="explicit") for i in range(LAYERS)])
+
+
+def cut(sizes: list[int], length: int = LENGTH) -> list[slice]:
+    """The sizes drawn, cut to what is left of the length."""
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [slice(a, min(a + n, length)) for a, n in zip(starts, sizes, strict=True) if a < length]
+
+
+pieces = st.lists(st.integers(1, LENGTH), min_size=LENGTH, max_size=LENGTH).map(cut)
+reals = st.one_of(
+    st.none(),
+    st.lists(st.lists(st.booleans(), min_size=LENGTH, max_size=LENGTH), min_size=B, max_size=B).map(torch.tensor),
+)
+
+
+@settings(max_examples=200)
+@given(parts=pieces, width=st.integers(0, LENGTH + 2), real=reals)
+@example(parts=cut([1] * LENGTH), width=0, real=None)
+@example(parts=cut([1] * LENGTH), width=5, real=None)
+@example(parts=cut([LENGTH]), width=5, real=None)
+@example(parts=cut([4, 3, 1, 5]), width=3, real=torch.arange(LENGTH)[None] >= torch.tensor([[0], [6], [11]]))
+def test_pieces_are_the_whole(parts: list[slice], width: int, real: Tensor | None) -> None:
+    """With a window, memory is bounded by it; the queries compared are the real ones."""
+    q, k, v = random_qkv()
+    cache = new_cache(window=width)
+    out = [
+        read(cache, q[..., at, :], k[..., at, :], v[..., at, :], None if real is None else real[:, at], width)
+        for at in parts
+    ]
+    ours, expected = torch.cat(out, 3), read_whole(q, k, v, real, width)
+    if real is not None:
+        shown = real[None, :, None, :, None].expand_as(ours)
+        ours, expected = ours[shown], expected[shown]
+    torch.testing.assert_close(ours, expected, **TIGHT)
+    assert cache.length == LENGTH
+    assert cache.layers[0].k.shape[2] == (min(width, LENGTH) or LENGTH)
+
+
+@settings(max_examples=50)
+@given(parts=pieces, width=st.integers(1, LENGTH), real=reals)
+def test_the_ring_holds_the_last_keys_by_position(parts: list[slice], width: int, real: Tensor | None) -> None:
+    _, k, v = random_qkv()
+    cache = new_cache(window=width)
+    for at in parts:
+        read(cache, torch.zeros(LAYERS, B, H, at.stop - at.start, E).double(), k[..., at, :], v[..., at, :],
+             None if real is None else real[:, at], width)  # fmt: skip
+    for b in range(B):
+        tokens = [t for t in range(LENGTH) if real is None or real[b, t]]
+        for place, t in list(enumerate(tokens))[-width:]:
+            for i, layer in enumerate(cache.layers):
+                assert torch.equal(layer.k[b, :, place % width], k[i, b, :, t])
+                assert torch.equal(layer.v[b, :, place % width], v[i, b, :, t])
+
+
+def test_a_padded_first_call_and_unpadded_ones_after() -> None:
+    """A batch of prompts of different lengths, then one token each: how generation uses it."""
+    real = torch.ones(B, LENGTH).bool()
+    real[1, :4] = False
+    real[2, 3:6] = False
+    for width in (0, 4):
+        q, k, v = random_qkv()
+        cache = new_cache(window=width)
+        out = [read(cache, q[..., :6, :], k[..., :6, :], v[..., :6, :], real[:, :6], width)]
+        for t in range(6, LENGTH):
+            at = slice(t, t + 1)
+            out.append(read(cache, q[..., at, :], k[..., at, :], v[..., at, :], None, width))
+        ours, expected = torch.cat(out, 3), read_whole(q, k, v, real, width)
+        shown = real[None, :, None, :, None].expand_as(ours)
+        torch.testing.assert_close(ours[shown], expected[shown], **TIGHT)
+
+
+def test_positions_count_real_tokens() -> None:
+    cache = new_cache(batch=2)
+    stands, _ = cache.place(3, torch.tensor([[True, True, True], [False, True, False]]))
+    assert stands.tolist() == [[0, 1, 2], [ABSENT, 0, ABSENT]]
+    cache.advance(stands)
+    assert cache.place(2, None)[0].tolist() == [[3, 4], [1, 2]]
+    plain = new_cache(batch=2)
+    plain.advance(plain.place(3, None)[0])
+    assert plain.place(2, None)[0].tolist() == [3, 4]  # the same in every row: one row says it
+
+
+def test_placing_alone_reads_nothing() -> None:
+    """A call that fails half-way can be made again."""
+    q, k, v = random_qkv()
+    cache = new_cache()
+    cache.place(5, None)
+    assert cache.length == 0
+    torch.testing.assert_close(read(cache, q, k, v, None, 0), read_whole(q, k, v, None, 0), **TIGHT)
+
+
+@pytest.mark.parametrize("width", [0, 4])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("change", "rows"),
+    [
+        (lambda cache: cache.reorder([2, 0, 2, 1]), [2, 0, 2, 1]),
+        (lambda cache: cache.reorder(torch.tensor([1])), [1]),
+        (lambda cache: cache.free([1]), [0, 2]),
+        (lambda cache: cache.free([0, 2]), [1]),
+        (lambda cache: cache.free([]), [0, 1, 2]),
+    ],
+    ids=["reorder", "reorder to one", "free", "free two", "free none"],
+)
+def test_rows_can_move(change: Callable[[Cache], None], rows: list[int], width: int, padded: bool) -> None:
+    """Each row goes on as what it was before, under its new number."""
+    real = torch.ones(B, LENGTH).bool()
+    if padded:
+        real[1, :4] = False
+    q, k, v = random_qkv()
+    cache = new_cache(window=width)
+    read(cache, q[..., :6, :], k[..., :6, :], v[..., :6, :], real[:, :6] if padded else None, width)
+    change(cache)
+    assert cache.batch == len(rows)
+    q, k, v, real = q[:, rows], k[:, rows], v[:, rows], real[rows]
+    rest = slice(6, LENGTH)
+    ours = read(cache, q[..., rest, :], k[..., rest, :], v[..., rest, :], None, width)
+    torch.testing.assert_close(ours, read_whole(q, k, v, real, width)[..., rest, :], **TIGHT)
+
+
+def test_freed_memory_is_given_back_and_rows_are_copies() -> None:
+    cache = new_cache()
+    before = cache.nbytes
+    assert before == 2 * LAYERS * B * K * LENGTH * E * 8
+    cache.free([0])
+    assert cache.nbytes == before * 2 // 3
+    cache.reorder([0, 0])
+    cache.layers[0].k[0] = 1
+    assert (cache.layers[0].k[1] == 0).all()
+
+
+def test_what_was_read_of_the_memory_moves_too() -> None:
+    cache = new_cache()
+    crosses = [(torch.randn(B, K, 7, E), torch.randn(B, K, 7, E)) for _ in range(LAYERS)]
+    for layer, cross in zip(cache.layers, crosses, strict=True):
+        layer.cross = cross
+    real = torch.arange(7)[None] < torch.tensor([[7], [3], [5]])
+    cache.memory_mask = padding(real)
+    held = cache.nbytes
+    assert held == new_cache().nbytes + LAYERS * 2 * B * K * 7 * E * 4
+    cache.reorder([2, 2, 0])
+    for layer, (k, v) in zip(cache.layers, crosses, strict=True):
+        assert layer.cross is not None
+        assert torch.equal(layer.cross[0], k[[2, 2, 0]])
+        assert torch.equal(layer.cross[1], v[[2, 2, 0]])
+    assert cache.memory_mask.keys is not None
+    assert torch.equal(cache.memory_mask.keys != ABSENT, real[[2, 2, 0]])
+
+
+@pytest.mark.parametrize("width", [0, 4])
+def test_overrunning_is_an_error(width: int) -> None:
+    """With a window too: max_len is what the caller promised, and nothing has been written when it is broken."""
+    q, k, v = random_qkv()
+    cache = new_cache(window=width)
+    read(cache, q[..., :10, :], k[..., :10, :], v[..., :10, :], None, width)
+    before = [layer.k.clone() for layer in cache.layers]
+    with pytest.raises(InputError, match=r"cache is full: 10 tokens held \+ 4 new > max_len=13.*max_len=14\) or more"):
+        cache.check(B, 4)
+    assert all(torch.equal(layer.k, kept) for layer, kept in zip(cache.layers, before, strict=True))
+    cache.check(B, 3)
+
+
+def test_another_batch_is_an_error() -> None:
+    with pytest.raises(InputError, match=r"holds 3 rows, the input 2; use new_cache\(batch=2"):
+        new_cache().check(2, 1)
+
+
+def test_an_empty_cache_is_an_error() -> None:
+    with pytest.raises(InputError, match=r"at least 1; got batch=0, max_len=13"):
+        new_cache(batch=0)
+    with pytest.raises(InputError, match=r"at least 1; got batch=3, max_len=0"):
+        new_cache(max_len=0)
+
+
+@pytest.mark.parametrize("rows", [[], [0.5], [[0, 1]], [True, False, True]], ids=str)
+def test_rows_are_whole_numbers(unchecked: None, rows: list) -> None:
+    with pytest.raises(InputError, match=r"list of whole numbers, at least one; got .*use e\.g\. \[0, 0, 2\]") as error:
+        new_cache().reorder(rows)
+    assert str(rows) in str(error.value)
+
+
+@pytest.mark.parametrize("rows", [[0, 3], [-1]], ids=str)
+def test_rows_must_exist(rows: list[int]) -> None:
+    with pytest.raises(InputError, match=r"rows must be 0 \.\. 2; got .*holds 3 rows") as error:
+        new_cache().reorder(rows)
+    assert str(rows) in str(error.value)
+    with pytest.raises(InputError, match=r"rows must be 0 \.\. 2"):
+        new_cache().free(rows)
+
+
+def test_freeing_every_row_is_an_error() -> None:
+    with pytest.raises(InputError, match=r"at least one"):
+        new_cache().free([0, 1, 2])
