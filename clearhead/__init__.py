@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from clearhead.version import __version__
 
 if TYPE_CHECKING:
+    from clearhead.checkpoint import load, save
     from clearhead.config import Config
+    from clearhead.data import load_tokenizer, train_tokenizer
     from clearhead.errors import (
         CheckpointError,
         ClearheadError,
@@ -38,6 +40,10 @@ _ROOMS = {
     "Encoder": "models",
     "EncoderDecoder": "models",
     "build": "models",
+    "load": "checkpoint",
+    "load_tokenizer": "data",
+    "save": "checkpoint",
+    "train_tokenizer": "data",
     "preset": "families",
     "presets": "families",
     "probe": "inside",
@@ -55,9 +61,13 @@ __all__ = [
     "MissingExtraError",
     "__version__",
     "build",
+    "load",
+    "load_tokenizer",
     "preset",
     "presets",
     "probe",
+    "save",
+    "train_tokenizer",
 ]
 
 

@@ -7,6 +7,7 @@ and is filled in at construction (TOML, where recipes live, has no null), so a f
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -38,6 +39,7 @@ class Config:
     embedding_scale: bool = False  # times sqrt(d_model), section 3.4 of the paper
     embedding_norm: bool = False  # BERT
     n_segments: int = 0  # BERT's token types
+    dropped_token: int = -1  # ESM-2's mask token: enters as zeros, the others are scaled up for it; -1: none
     image_size: int = 224
     patch_size: int = 16
     n_channels: int = 3
@@ -53,6 +55,7 @@ class Config:
     rotary_low: float = 1.0  # llama3: wavelengths per original_len below which nothing is kept
     rotary_high: float = 4.0  # llama3: wavelengths per original_len above which all is kept
     rotary_original_len: int = 8192
+    rotary_precision: Literal["float32", "float16", "bfloat16"] = "float32"  # of the frequencies (ESM-2)
     t5_buckets: int = 32
     t5_max_distance: int = 128
 
@@ -77,9 +80,11 @@ class Config:
     head_bias: Literal["none", "learned", "fixed"] = "none"
     head_transform: bool = False  # BERT's dense + activation + norm before the vocabulary
     head_scale: bool = False  # states times 1 / sqrt(d_model) before the vocabulary (T5 with a tied head)
-    n_classes: int = 0
+    n_classes: int = 0  # 0: as many as there are labels
+    labels: tuple[str, ...] = ()  # the classes' names, where they have some
     pool: Literal["first", "mean"] = "first"
     pooler: bool = False  # BERT's dense + tanh on the pooled state
+    pool_normed: bool = False  # the pooled state brought to length 1 (sentence embeddings)
 
     # Initialisation.
     init: Literal["normal", "truncated", "xavier", "fan_in"] = "normal"
@@ -115,7 +120,8 @@ class Config:
         missing = [name for name in ("shape", "d_model", "n_layers", "n_heads") if name not in values]
         if missing:
             raise ConfigError(f"a config needs {', '.join(missing)}; got {sorted(values)}; add what is missing")
-        return cls(**values)
+        exact: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        return cls(**exact)
 
     @classmethod
     def from_json(cls, text: str) -> Config:
@@ -146,6 +152,7 @@ class Config:
             self._at_least("patch_size", 1)
             self._fill("max_len", self.n_patches + 1)
         self._fill("max_source_len", self.max_len)
+        self._fill("n_classes", len(self.labels))
         if self.head == "auto":
             object.__setattr__(self, "head", "none" if self.shape == "encoder" else "tokens")
         if self.attention_bias == "auto":
@@ -207,6 +214,12 @@ class Config:
             )
         if self.vocab_size == 0 and (self.inputs != "patches" or self.head == "tokens"):
             raise ConfigError("vocab_size=0, but tokens enter or leave this model; set it to the tokenizer's size")
+        over_tokens = self.shape == "encoder" and self.inputs == "tokens"
+        if self.dropped_token != -1 and not (over_tokens and 0 <= self.dropped_token < self.vocab_size):
+            raise ConfigError(
+                f"dropped_token={self.dropped_token} is for encoders over tokens, and an id below vocab_size; got shape="
+                f"{self.shape!r}, inputs={self.inputs!r}, vocab_size={self.vocab_size}; give the mask token's id, or -1"
+            )
         if self.source_vocab_size and (self.shape != "encoder-decoder" or self.inputs != "tokens"):
             raise ConfigError(
                 f"source_vocab_size={self.source_vocab_size} is for encoder-decoders over tokens; "
@@ -218,6 +231,11 @@ class Config:
             raise ConfigError(f"shape={self.shape!r} ends in head='tokens'; got head={self.head!r}; leave head out")
         if self.head == "classes" and self.n_classes < 1:
             raise ConfigError(f"head='classes' needs n_classes of at least 1; got {self.n_classes}; set n_classes")
+        if self.labels and len(self.labels) != self.n_classes:
+            raise ConfigError(
+                f"n_classes={self.n_classes}, but there are {len(self.labels)} labels: {', '.join(self.labels[:5])}; "
+                f"name each class, or none"
+            )
         if self.tie_embeddings and (self.head != "tokens" or self.inputs == "patches"):
             raise ConfigError(
                 f"tie_embeddings ties the token embedding to head='tokens'; got head={self.head!r}, "
@@ -242,6 +260,7 @@ class Generation:
     pad: int | None = None
     decoder_start: int | None = None
     forced_bos: int | None = None  # the first token an encoder-decoder must write
+    forced_start: tuple[int | None, ...] = ()  # the first ones, where there are several; None: a free choice (Whisper)
     forced_eos: int | None = None  # the last token when the length runs out
     max_length: int | None = None
     suppress: tuple[int, ...] = ()  # never written
@@ -250,8 +269,9 @@ class Generation:
 
 def nearest_divisor(whole: int, wish: int) -> int:
     """The divisor of `whole` nearest to `wish`; of two as near, the smaller."""
-    divisors = [d for d in range(1, whole + 1) if whole % d == 0]
-    return min(divisors, key=lambda d: (abs(d - wish), d))
+    # Up to the root, each with its partner; a bound keeps the time short for sizes that only a broken file has.
+    small = [d for d in range(1, min(math.isqrt(whole), 100_000) + 1) if whole % d == 0]
+    return min([*small, *(whole // d for d in small)], key=lambda d: (abs(d - wish), d))
 
 
 def _default(name: str) -> Any:
@@ -271,5 +291,8 @@ def _check_types(config: Config) -> None:
                     f"{name}={value!r} is a {type(value).__name__}; give a number such as {_default(name)}"
                 )
             object.__setattr__(config, name, float(value))
+        elif get_origin(kind) is tuple:
+            if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
+                raise ConfigError(f"{name}={value!r} is no list of texts; give one such as ['no', 'yes']")
         elif type(value) is not kind:
             raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; give a value of type {kind.__name__}")

@@ -54,14 +54,40 @@ class Place:
     file: Path
     start: int
     nbytes: int
-    crc: int | None
+    crc: int | None = None
 
 
-class SafeTensors(Weights):
+class Stored(Weights):
+    """Tensors that lie in files as plain numbers, at known places."""
+
+    def __init__(self) -> None:
+        self.shapes, self.dtypes, self.places = {}, {}, dict[str, Place]()
+
+    def read(self, name: str) -> Tensor:
+        out = torch.empty(self.shapes[name], dtype=self.dtypes[name])
+        self.read_into(name, out)
+        return out
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        place = self.places[name]
+        if out.device.type != "cpu" or out.dtype != self.dtypes[name] or not out.is_contiguous():
+            out.copy_(self.read(name))
+            return
+        memory = out.view(-1).view(torch.uint8).numpy().data if place.nbytes else memoryview(bytearray())
+        with place.file.open("rb") as stream:
+            _read_exactly(stream, place, memory, name)
+        if place.crc is not None and zlib.crc32(memory) != place.crc:
+            raise CheckpointError(
+                f"{place.file.name}: {name!r} does not match its checksum; the file was damaged, or only half of a save "
+                f"arrived; fetch or save it again"
+            )
+
+
+class SafeTensors(Stored):
     """One or many .safetensors files as one set of tensors."""
 
     def __init__(self, files: Iterable[Path]) -> None:
-        self.shapes, self.dtypes, self.places = {}, {}, dict[str, Place]()
+        super().__init__()
         for file in files:
             self._open(file)
 
@@ -91,25 +117,6 @@ class SafeTensors(Weights):
             self.shapes[name] = tuple(entry["shape"])
             self.dtypes[name] = DTYPES[entry["dtype"]]
             self.places[name] = Place(file, 8 + length + begin, end - begin, checksums.get(name))
-
-    def read(self, name: str) -> Tensor:
-        out = torch.empty(self.shapes[name], dtype=self.dtypes[name])
-        self.read_into(name, out)
-        return out
-
-    def read_into(self, name: str, out: Tensor) -> None:
-        place = self.places[name]
-        if out.device.type != "cpu" or out.dtype != self.dtypes[name] or not out.is_contiguous():
-            out.copy_(self.read(name))
-            return
-        memory = memoryview(out.view(-1).view(torch.uint8).numpy()) if place.nbytes else memoryview(bytearray())
-        with place.file.open("rb") as stream:
-            _read_exactly(stream, place, memory, name)
-        if place.crc is not None and zlib.crc32(memory) != place.crc:
-            raise CheckpointError(
-                f"{place.file.name}: {name!r} does not match its checksum; the file was damaged, or only half of a save "
-                f"arrived; fetch or save it again"
-            )
 
 
 def _read_exactly(stream: BinaryIO, place: Place, memory: memoryview, name: str) -> None:
@@ -171,15 +178,20 @@ def open_weights(folder: Path) -> Weights:
 
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from a file."""
+    value = parse_json(file)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} should hold a JSON object, but holds a {type(value).__name__}; fetch it again")
+    return value
+
+
+def parse_json(file: Path) -> Any:
+    """Whatever JSON is in a file."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{file} can not be read ({error.strerror or error}); is the path right?") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not JSON ({str(error)[:100]}); fetch it again") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} should hold a JSON object, but holds a {type(value).__name__}; fetch it again")
-    return value
 
 
 def _shards(index: Path) -> list[Path]:

@@ -7,49 +7,48 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from clearhead.checkpoint import gguf, llama2c, openai_whisper
 from clearhead.checkpoint.files import Weights, open_weights, read_json
+from clearhead.checkpoint.found import Found, check_layers
+from clearhead.checkpoint.gguf_file import MAGIC
 from clearhead.checkpoint.hub import download
 from clearhead.checkpoint.names import Match, expand, matches_any, pair_up, read_all
+from clearhead.checkpoint.sentences import read_modules
 from clearhead.config import Config, Generation
 from clearhead.errors import CheckpointError, ConfigError, did_you_mean
 from clearhead.families import PAGES, page_of
+from clearhead.families.reading import Keys
 from clearhead.models import Model, build
+from clearhead.models.pictures import resize_pictures
 
+TORCH_FILES = (b"PK\x03\x04", b"\x80\x02\x8a\n")  # how torch.save's files start: a zip, and before torch 1.6 a pickle
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class Found:
-    """A checkpoint, described: what to build, where its weights are, and which is which."""
-
-    config: Config
-    weights: Weights
-    matches: list[Match]
-    spelling: Mapping[str, str]  # a table's name -> the file's key
-    generation: Generation = Generation()
-    unused: tuple[str, ...] = ()  # patterns of keys that are no weights
-    extras: tuple[str, ...] = ()  # patterns of keys that are kept for saving, but not computed with
-
-
-def load(path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Model:
+def load(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    image_size: int | None = None,
+) -> Model:
     """The model at `path`, in eval mode.
 
-    `path` is a folder of ours, a Hugging Face folder, or a name on its hub. Weights go straight to `device` and `dtype`: by
-    default the CPU, and the type they are stored in.
+    `path` is a folder of ours, a Hugging Face folder, a name on its hub, a .gguf file, llama2.c's .bin or OpenAI's Whisper .pt.
+    Weights go straight to `device` and `dtype`: by default the CPU, and the type they are stored in (float32 for quantised ones).
+    `image_size` is for models of pictures: their positions are interpolated to pictures of that size.
     """
     found = describe(Path(path) if Path(path).exists() else download(str(path)))
-    if found.config.n_layers + found.config.n_decoder_layers > len(found.weights.shapes):
-        raise CheckpointError(
-            f"the config asks for {found.config.n_layers + found.config.n_decoder_layers} layers, but the file holds only "
-            f"{len(found.weights.shapes)} tensors; do they belong together?"
-        )
-    model = build(found.config, device="meta", dtype=dtype or common_dtype(found.weights))
+    try:
+        model = build(found.config, device="meta", dtype=dtype or common_dtype(found.weights))
+    except (RuntimeError, OverflowError, TypeError) as error:  # torch can not count the bytes
+        reason = str(error).split("\n")[0][:200]
+        raise CheckpointError(f"{path} asks for a model of impossible sizes ({reason}); fetch it again") from None
     pairings = pair_up(
         {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
         found.weights,
@@ -62,19 +61,48 @@ def load(path: str | Path, *, dtype: torch.dtype | None = None, device: torch.de
     with torch.no_grad():
         read_all(pairings, found.weights, model.state_dict())
     model.generation = found.generation
-    model.extras = {key: found.weights.read(key) for key in found.weights.shapes if matches_any(key, found.extras)}
-    return model.eval()
+    spare = found.weights.shapes.keys() - {pairing.key for pairing in pairings}
+    model.extras = {key: found.weights.read(key) for key in sorted(spare) if matches_any(key, found.extras)}
+    return (model if image_size is None else resize_pictures(model, image_size)).eval()
 
 
 def describe(path: Path) -> Found:
     """Recognise what lies at `path`, and read its config."""
-    if not path.is_dir() or not (path / "config.json").is_file():
+    if path.is_file():
+        return _one_file(path)
+    if not (path / "config.json").is_file():
+        inside = path.iterdir() if path.is_dir() else ()
+        files = sorted(file.name for file in inside if file.suffix in (".gguf", ".bin", ".pt"))
+        hint = f"or the file itself, such as {files[0]!r}" if files else "or a .gguf, .bin or .pt file"
         raise CheckpointError(
-            f"{path} is no folder with a config.json; give the folder that holds config.json and the weights"
+            f"{path} is no folder with a config.json; give the folder that holds config.json and the weights, {hint}"
         )
     config = read_json(path / "config.json")
     weights = open_weights(path)
     return _ours(config, weights) if "clearhead" in config else _hugging_face(path, config, weights)
+
+
+def _one_file(path: Path) -> Found:
+    """A model in a single file, told by its first bytes where it has some of its own, else by its name."""
+    try:
+        with path.open("rb") as stream:
+            start = stream.read(4)
+    except OSError as error:
+        raise CheckpointError(f"{path} can not be read ({error.strerror or error}); is the path right?") from None
+    if start == MAGIC or path.suffix == ".gguf":
+        return gguf.describe(path)
+    if start in TORCH_FILES or path.suffix == ".pt":
+        return openai_whisper.describe(path)
+    if path.suffix == ".bin":
+        return llama2c.describe(path)
+    if path.suffix in (".safetensors", ".json"):
+        raise CheckpointError(
+            f"{path} is one file of a model; give the folder that holds it and config.json: {path.parent}"
+        )
+    raise CheckpointError(
+        f"{path} is no file of weights that is known (it starts with {start!r}); known are .gguf (llama.cpp), .bin (llama2.c), "
+        f".pt (OpenAI's Whisper), and folders with a config.json"
+    )
 
 
 def common_dtype(weights: Weights) -> torch.dtype:
@@ -88,12 +116,14 @@ def common_dtype(weights: Weights) -> torch.dtype:
 def _ours(saved: Mapping[str, Any], weights: Weights) -> Found:
     try:
         config = Config.from_dict(saved["model"])
-        told: dict[str, Any] = saved.get("generation") or {}
-        generation = Generation(**{name: tuple(v) if isinstance(v, list) else v for name, v in told.items()})
+        told: Mapping[str, Any] = saved.get("generation") or {}
+        fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in told.items()}
+        generation = Generation(**fields)
     except (ConfigError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"config.json was not written by this version of clearhead ({error}); save the model again"
         ) from None
+    check_layers(config, weights)
     plain = {name: name for name in weights.shapes}
     matches = [Match(name, (name,)) for name in plain]
     extras = tuple(key for key in plain if key.startswith("extras."))
@@ -109,13 +139,15 @@ def _hugging_face(path: Path, theirs: Mapping[str, Any], weights: Weights) -> Fo
         known = [name for page in PAGES.values() for name in page.HF]
         raise CheckpointError(f"model_type {kind!r} is not a family we have; {did_you_mean(kind, known)}")
     page = PAGES[family]
-    spelling = {key.removeprefix(page.PREFIX): key for key in weights.shapes}
+    theirs = {**theirs, **read_modules(path)}
+    spelling = Keys({key.removeprefix(page.PREFIX): key for key in weights.shapes}, weights.read)
     try:
         config = Config.from_dict({"family": family, **page.BASE, **page.read(theirs, spelling)})
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise CheckpointError(f"config.json has a field of the wrong type ({error}); fetch it again") from None
     except ConfigError as error:
         raise CheckpointError(f"config.json can not be built: {error}") from None
+    check_layers(config, weights)
     return Found(
         config,
         weights,
@@ -132,16 +164,18 @@ def _hugging_face(path: Path, theirs: Mapping[str, Any], weights: Weights) -> Fo
 def read_generation(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Generation:
     """How to start, stop and pad: generation_config.json where it speaks, else config.json."""
 
-    def whole(name: str) -> int | None:
+    def told(name: str) -> Any:
         value = generation.get(name)
-        value = config.get(name) if value is None else value
+        return config.get(name) if value is None else value
+
+    def whole(name: str) -> int | None:
+        value = told(name)
         if isinstance(value, list):
             value = value[0] if value else None
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     def several(name: str) -> tuple[int, ...]:
-        value = generation.get(name)
-        value = config.get(name) if value is None else value
+        value = told(name)
         values = value if isinstance(value, list) else [value]
         return tuple(v for v in values if isinstance(v, int) and not isinstance(v, bool))
 
@@ -151,8 +185,27 @@ def read_generation(config: Mapping[str, Any], generation: Mapping[str, Any]) ->
         pad=whole("pad_token_id"),
         decoder_start=whole("decoder_start_token_id"),
         forced_bos=whole("forced_bos_token_id"),
+        forced_start=_read_forced(told("forced_decoder_ids")),
         forced_eos=whole("forced_eos_token_id"),
         max_length=whole("max_length"),
-        suppress=several("suppress_tokens"),
+        suppress=(*several("suppress_tokens"), *_read_bad_words(told("bad_words_ids"))),
         begin_suppress=several("begin_suppress_tokens"),
     )
+
+
+def _read_forced(pairs: Any) -> tuple[int | None, ...]:
+    """Whisper's [[1, language], [2, task], ...]: places count from 1, after the start; a language of null is to be found out."""
+    places: dict[Any, Any] = {}
+    for pair in pairs if isinstance(pairs, list) else ():
+        if isinstance(pair, list) and len(pair) == 2 and all(item is None or type(item) is int for item in pair):
+            places[pair[0]] = pair[1]
+    first = 1
+    while first in places:
+        first += 1
+    return tuple(places[place] for place in range(1, first))
+
+
+def _read_bad_words(words: Any) -> tuple[int, ...]:
+    """Marian's list of words never to be written: those of one token, such as [[pad]]."""
+    listed: list[Any] = words if isinstance(words, list) else []
+    return tuple(word[0] for word in listed if isinstance(word, list) and len(word) == 1 and type(word[0]) is int)

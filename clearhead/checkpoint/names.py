@@ -5,14 +5,16 @@ first axis (GPT-2's q, k, v). The first row that names one of ours is the one wr
 are seen with. `how` says in what form the file keeps it:
 
     transpose    the other way round (GPT-2's matrices)
-    row          a vector as 1 x n, or 1 x 1 x n
+    row, rows    with one axis of length 1 in front, or with two (ViT's positions and class token)
     interleaved  rotary pairs as neighbours (2i, 2i + 1), where ours are halves (i, i + d_head / 2)
+    halves_in    pairs of the last axis as halves (i, i + n / 2), where ours are neighbours (the original as Marian)
+    halves_out   the same along the first axis
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +24,8 @@ from clearhead.checkpoint.files import Weights
 from clearhead.config import Config
 from clearhead.errors import CheckpointError
 from clearhead.families.reading import Row
+
+FRONT = {"row": 1, "rows": 2}
 
 
 @dataclass(frozen=True)
@@ -33,23 +37,23 @@ class Match:
     how: str = ""
     d_head: int = 0
 
-    def fits(self, theirs: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> bool:
-        return tuple(theirs) == self.shape(shapes) or (self.how == "row" and tuple(theirs) == (1, *self.shape(shapes)))
-
     def shape(self, shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
         """The shape the file's tensor must have, given the model's shapes."""
         parts = [tuple(shapes[name]) for name in self.ours]
         whole = (sum(part[0] for part in parts), *parts[0][1:])
-        return whole[::-1] if self.how == "transpose" else (1, *whole) if self.how == "row" else whole
+        return whole[::-1] if self.how == "transpose" else (1,) * FRONT.get(self.how, 0) + whole
 
     def into(self, tensor: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
         """The file's tensor as the model's."""
         if self.how == "transpose":
             tensor = tensor.T
-        elif self.how == "row":
-            tensor = tensor.reshape(sizes[0], -1).squeeze(-1) if tensor.ndim < 3 else tensor[0]
+        elif self.how in FRONT:
+            tensor = tensor[(0,) * FRONT[self.how]]
         elif self.how == "interleaved":
             tensor = tensor.unflatten(0, (-1, self.d_head // 2, 2)).transpose(1, 2).flatten(0, 2)
+        elif self.how in ("halves_in", "halves_out"):
+            axis = tensor.ndim - 1 if self.how == "halves_in" else 0
+            tensor = tensor.unflatten(axis, (2, -1)).transpose(axis, axis + 1).flatten(axis, axis + 1)
         return tensor.split(sizes) if len(sizes) > 1 else (tensor,)
 
     def back(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -57,18 +61,21 @@ class Match:
         tensor = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
         if self.how == "transpose":
             return tensor.T
-        if self.how == "row":
-            return tensor[None]
+        if self.how in FRONT:
+            return tensor[(None,) * FRONT[self.how]]
         if self.how == "interleaved":
             return tensor.unflatten(0, (-1, 2, self.d_head // 2)).transpose(1, 2).flatten(0, 2)
+        if self.how in ("halves_in", "halves_out"):
+            axis = tensor.ndim - 1 if self.how == "halves_in" else 0
+            return tensor.unflatten(axis, (-1, 2)).transpose(axis, axis + 1).flatten(axis, axis + 1)
         return tensor
 
 
-def expand(rows: Iterable[Row], config: Config) -> list[Match]:
-    """The rows for every layer of a model."""
+def expand(table: Iterable[Row] | Callable[[Config], Iterable[Row]], config: Config) -> list[Match]:
+    """The rows for every layer of a model; a table may be a function of the config."""
     matches: list[Match] = []
-    for row in rows:
-        theirs, ours, how = (*row, "")[:3]
+    for row in table(config) if callable(table) else table:
+        theirs, ours, how = row if len(row) == 3 else (*row, "")
         names = (ours,) if isinstance(ours, str) else ours
         repeated = "{i}" in theirs + "".join(names)
         layers = config.n_decoder_layers if names[0].startswith("decoder.") else config.n_layers
@@ -110,7 +117,7 @@ def pair_up(
         key = spelling.get(match.theirs)
         if key is None or any(name not in known for name in match.ours):
             continue
-        if not match.fits(weights.shapes[key], known):
+        if weights.shapes[key] != match.shape(known):
             raise CheckpointError(
                 f"{key!r} has shape {weights.shapes[key]}, but by its config it must be {match.shape(known)}; "
                 f"do config and weights belong together?"

@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,8 @@ from torch import Tensor
 
 from clearhead.checkpoint.files import CHECKSUMS
 from clearhead.checkpoint.names import expand, write_all
-from clearhead.config import Generation
+from clearhead.checkpoint.sentences import write_modules
+from clearhead.config import Config, Generation
 from clearhead.errors import CheckpointError, did_you_mean
 from clearhead.families import PAGES
 from clearhead.models import Model
@@ -50,8 +51,9 @@ def save(
         try:
             _write_weights(work, state, shard_bytes)
             for name, value in files.items():
+                (work / name).parent.mkdir(exist_ok=True)
                 (work / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-            for file in work.iterdir():
+            for file in _files(work):
                 _sync(file)
             _move(work, path)
         finally:
@@ -77,14 +79,15 @@ def _hugging_face(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
     theirs = {**page.write(config), **_write_generation(model.generation)}
     state = write_all(model.state_dict(), expand(page.NAMES, config))
     prefix = page.PREFIX if config.head != "none" else ""
-    named = {key if key.startswith(page.HEADS) else prefix + key: tensor for key, tensor in state.items()}
-    extras = {
-        prefix + key.removeprefix("extras.").removeprefix(page.PREFIX): tensor for key, tensor in model.extras.items()
-    }
-    files = {"config.json": {**theirs, "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}}
+    added: Callable[[Config], dict[str, Tensor]] = getattr(page, "added", lambda _: {})
+    kept = {key.removeprefix("extras.").removeprefix(page.PREFIX): tensor for key, tensor in model.extras.items()}
+    whole = {**state, **added(config), **kept}
+    named = {key if key.startswith(page.HEADS) else prefix + key: tensor for key, tensor in whole.items()}
+    files = write_modules(theirs.pop("modules", []))
+    files["config.json"] = {**theirs, "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
     if config.shape != "encoder":
         files["generation_config.json"] = _write_generation(model.generation)
-    return files, {**named, **extras}
+    return files, named
 
 
 def _write_generation(generation: Generation) -> dict[str, Any]:
@@ -95,6 +98,7 @@ def _write_generation(generation: Generation) -> dict[str, Any]:
         "pad_token_id": generation.pad,
         "decoder_start_token_id": generation.decoder_start,
         "forced_bos_token_id": generation.forced_bos,
+        "forced_decoder_ids": [[place, token] for place, token in enumerate(generation.forced_start, 1)] or None,
         "forced_eos_token_id": generation.forced_eos,
         "max_length": generation.max_length,
         "suppress_tokens": list(generation.suppress) or None,
@@ -119,7 +123,8 @@ def _write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int) 
         # One shard at a time on the CPU, whatever device the model is on.
         tensors = {name: state[name].detach().cpu().contiguous() for name in names}
         crcs = {
-            name: zlib.crc32(t.view(-1).view(torch.uint8).numpy()) if t.numel() else 0 for name, t in tensors.items()
+            name: zlib.crc32(t.view(-1).view(torch.uint8).numpy().data) if t.numel() else 0
+            for name, t in tensors.items()
         }
         save_file(tensors, folder / file, metadata={"format": "pt", CHECKSUMS: json.dumps(crcs)})
         weight_map.update(dict.fromkeys(names, file))
@@ -137,14 +142,21 @@ def _move(work: Path, path: Path) -> None:
         work.rename(path)
         return
     (path / "config.json").unlink(missing_ok=True)
+    (path / "modules.json").unlink(missing_ok=True)
     for old in [
         *path.glob("model*.safetensors"),
         *path.glob("model*.safetensors.index.json"),
         *path.glob("pytorch_model*"),
     ]:
         old.unlink()
-    for file in sorted(work.iterdir(), key=lambda file: file.name == "config.json"):
-        os.replace(file, path / file.name)
+    for file in sorted(_files(work), key=lambda file: file == work / "config.json"):
+        target = path / file.relative_to(work)
+        target.parent.mkdir(exist_ok=True)
+        os.replace(file, target)
+
+
+def _files(folder: Path) -> list[Path]:
+    return [file for file in folder.rglob("*") if file.is_file()]
 
 
 def _sync(file: Path) -> None:

@@ -7,6 +7,8 @@ tokenizer_formats.py   load_tokenizer, and the formats that are one short functi
 sentencepiece.py       SentencePiece models, and Marian's pair of them
 gguf_tokenizer.py      the tokenizer inside a .gguf file
 tokenizer_parts.py     what those readers share
+audio.py               sound files, and Whisper's log-mel front end
+pictures.py            pictures, prepared for Vision Transformers
 """
 
 from clearhead.data.sentencepiece import PairTokenizer

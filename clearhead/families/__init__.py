@@ -4,9 +4,11 @@ A page has
     BASE, SIZES         the fields all its sizes share, and those of each
     HF                  the `model_type`s of Hugging Face configs that it reads
     read, write         their config.json -> our fields, and back; each refuses what the other side can not honour
-    NAMES               the table of checkpoint names (checkpoint/names.py says how it is read)
+    NAMES               the table of checkpoint names (checkpoint/names.py says how it is read), or the config's function that
+                        makes it, where names depend on fields
     PREFIX, HEADS       what stands before names in a model with a head, and the names it does not stand before
     UNUSED, EXTRAS      patterns of keys that carry no weights, and of weights kept for saving but not computed with
+    added               only where a layout holds tensors that no model of ours has: makes them from the config
 
 Adding a family means adding a page and naming it in `PAGES`. May import: errors, config, layers, models.
 """

@@ -1,8 +1,32 @@
-"""BERT (Devlin et al. 2018) and MiniLM: an encoder with learned positions and segments, norm after each step, gelu, a pooler."""
+"""BERT (Devlin et al. 2018) and MiniLM: an encoder with learned positions and segments, norm after each step, gelu, a pooler.
+
+A masked language model's pooler and next-sentence head are kept, not computed with. A sentence embedder (a folder of
+sentence-transformers) pools the states as its modules say, and keeps the pooler too.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead.config import Config
+from clearhead.errors import CheckpointError
+from clearhead.families.reading import (
+    Row,
+    activation,
+    both,
+    labels,
+    pooling,
+    refuse,
+    refuse_to_write,
+    take,
+    write_activation,
+    write_labels,
+    write_pooling,
+)
 
 BASE: dict[str, Any] = dict(
     shape="encoder",
@@ -26,8 +50,119 @@ SIZES: dict[str, dict[str, Any]] = {
     "minilm-l12": dict(n_layers=12, d_model=384, n_heads=12),
 }
 
-HF: tuple[str, ...] = ()
-PREFIX = ""
-HEADS: tuple[str, ...] = ()
-UNUSED: tuple[str, ...] = ()
-EXTRAS: tuple[str, ...] = ()
+HF: tuple[str, ...] = ("bert",)
+PREFIX = "bert."
+HEADS: tuple[str, ...] = ("cls.", "classifier.")
+UNUSED: tuple[str, ...] = ("*embeddings.position_ids", "*embeddings.token_type_ids")
+EXTRAS: tuple[str, ...] = ("*pooler.dense.*", "cls.seq_relationship.*", "cls.predictions.bias")
+
+
+def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
+    refuse(theirs, position_embedding_type=(None, "absolute"))
+    return dict(
+        d_model=take(theirs, "hidden_size"),
+        n_layers=take(theirs, "num_hidden_layers"),
+        n_heads=take(theirs, "num_attention_heads"),
+        d_ff=take(theirs, "intermediate_size"),
+        vocab_size=take(theirs, "vocab_size"),
+        max_len=take(theirs, "max_position_embeddings"),
+        n_segments=take(theirs, "type_vocab_size", 2),
+        feedforward=activation(theirs, "hidden_act", "gelu"),
+        norm_eps=take(theirs, "layer_norm_eps", 1e-12),
+        dropout=take(theirs, "hidden_dropout_prob", 0.0),
+        attention_dropout=take(theirs, "attention_probs_dropout_prob", 0.0),
+        **_read_end(theirs, keys),
+    )
+
+
+def _read_end(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
+    """What the model ends in: the file's keys tell."""
+    pooler = "pooler.dense.weight" in keys
+    if "cls.predictions.transform.dense.weight" in keys:
+        tied = theirs.get("tie_word_embeddings", True)
+        return dict(head="tokens", head_transform=True, head_bias="learned", tie_embeddings=tied, pooler=False)
+    if "classifier.weight" in keys:
+        if not pooler:
+            raise CheckpointError(
+                f"config.json's architectures={theirs.get('architectures')} classify each token, which is not supported; "
+                f"supported: BertModel, BertForMaskedLM, BertForPreTraining, BertForSequenceClassification"
+            )
+        return dict(head="classes", pooler=True, **labels(theirs))
+    return {"pooler": pooler, **pooling(theirs)}
+
+
+def write(config: Config) -> dict[str, Any]:
+    kind = {"none": "BertModel", "tokens": "BertForMaskedLM", "classes": "BertForSequenceClassification"}[config.head]
+    refuse_to_write(
+        *(config, "BERT's layout"),
+        **{name: BASE[name] for name in ("shape", "positions", "embedding_norm", "norm", "norm_first")},
+        **dict(inputs="tokens", bias=True, attention_bias="qkvo", gated=False, qk_norm=False, window=0),
+        **dict(n_kv_heads=config.n_heads, d_head=config.d_model // config.n_heads, attention_scale=0.0),
+        **dict(embedding_scale=False, n_segments=config.n_segments or 1, dropped_token=-1, head_scale=False),
+    )
+    if config.head == "tokens":
+        refuse_to_write(config, "BERT's layout", head_transform=True, head_bias="learned")
+    if config.head == "classes" or config.pooler:
+        refuse_to_write(config, "BERT's pooler", pooler=True, pool="first", pool_normed=False)
+    return dict(
+        model_type="bert",
+        architectures=[kind],
+        hidden_size=config.d_model,
+        num_hidden_layers=config.n_layers,
+        num_attention_heads=config.n_heads,
+        intermediate_size=config.d_ff,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_len,
+        type_vocab_size=config.n_segments,
+        hidden_act=write_activation(config),
+        layer_norm_eps=config.norm_eps,
+        hidden_dropout_prob=config.dropout,
+        attention_probs_dropout_prob=config.attention_dropout,
+        tie_word_embeddings=config.tie_embeddings or config.head != "tokens",
+        **write_labels(config),
+        **write_pooling(config),
+    )
+
+
+def added(config: Config) -> dict[str, Tensor]:
+    """The bias that an untied head does not use (see `_token_head`)."""
+    unused = config.head == "tokens" and not config.tie_embeddings
+    return {"cls.predictions.bias": torch.zeros(config.vocab_size)} if unused else {}
+
+
+def norm(theirs: str, ours: str) -> list[Row]:
+    """A norm's weight and bias, under the names of today and of TensorFlow's time."""
+    return [*both(theirs, ours), (f"{theirs}.gamma", f"{ours}.weight"), (f"{theirs}.beta", f"{ours}.bias")]
+
+
+def names(config: Config) -> list[Row]:
+    layer, block = "encoder.layer.{i}", "blocks.{i}"
+    return [
+        ("embeddings.word_embeddings.weight", "tokens.weight"),
+        ("embeddings.position_embeddings.weight", "positions.weight"),
+        ("embeddings.token_type_embeddings.weight", "segments.weight"),
+        *norm("embeddings.LayerNorm", "embedding_norm"),
+        *both(f"{layer}.attention.self.query", f"{block}.attention.q_proj"),
+        *both(f"{layer}.attention.self.key", f"{block}.attention.k_proj"),
+        *both(f"{layer}.attention.self.value", f"{block}.attention.v_proj"),
+        *both(f"{layer}.attention.output.dense", f"{block}.attention.o_proj"),
+        *norm(f"{layer}.attention.output.LayerNorm", f"{block}.attention_norm"),
+        *both(f"{layer}.intermediate.dense", f"{block}.feedforward.up"),
+        *both(f"{layer}.output.dense", f"{block}.feedforward.down"),
+        *norm(f"{layer}.output.LayerNorm", f"{block}.feedforward_norm"),
+        *both("pooler.dense", "pool.dense"),
+        *(both("classifier", "head") if config.head == "classes" else _token_head(config)),
+    ]
+
+
+def _token_head(config: Config) -> list[Row]:
+    """A tied head's bias stands beside the decoder, an untied one's in it; what stands beside it then is not used."""
+    return [
+        *both("cls.predictions.transform.dense", "head.dense"),
+        *norm("cls.predictions.transform.LayerNorm", "head.norm"),
+        *([("cls.predictions.bias", "head.bias")] if config.tie_embeddings else []),
+        *both("cls.predictions.decoder", "head"),
+    ]
+
+
+NAMES = names

@@ -1,8 +1,22 @@
-"""ESM-2 (Lin et al. 2023): an encoder over amino acids with rotary positions, norm before each step, gelu."""
+"""ESM-2 (Lin et al. 2023): an encoder over amino acids with rotary positions, norm before each step, gelu.
+
+It was trained with token dropout (`dropped_token`) and with rotary frequencies in float16 (`rotary_precision`), and answers
+rightly only with both. The weights of its contact head, which reads attention maps, are kept, not computed with.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead.config import Config
+from clearhead.errors import CheckpointError
+from clearhead.families.bert import norm
+from clearhead.families.reading import Keys, Row, both, labels, refuse, refuse_to_write, take, write_labels
+from clearhead.layers.positions import Rotary
 
 BASE: dict[str, Any] = dict(
     shape="encoder",
@@ -12,6 +26,7 @@ BASE: dict[str, Any] = dict(
     feedforward="gelu",
     n_heads=20,
     vocab_size=33,
+    dropped_token=32,
     max_len=1026,
     init="normal",
 )
@@ -23,8 +38,143 @@ SIZES: dict[str, dict[str, Any]] = {
     "esm2-650m": dict(n_layers=33, d_model=1280),
 }
 
-HF: tuple[str, ...] = ()
-PREFIX = ""
-HEADS: tuple[str, ...] = ()
-UNUSED: tuple[str, ...] = ()
-EXTRAS: tuple[str, ...] = ()
+HF: tuple[str, ...] = ("esm",)
+PREFIX = "esm."
+HEADS: tuple[str, ...] = ("lm_head.", "classifier.")
+# The first files hold a table of positions too, though theirs are rotary.
+UNUSED: tuple[str, ...] = (
+    "*embeddings.position_ids",
+    "*embeddings.position_embeddings.weight",
+    "*rotary_embeddings.inv_freq",  # `rotary_precision` says all of it
+)
+EXTRAS: tuple[str, ...] = ("*contact_head.*",)
+
+
+def read(theirs: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
+    refuse(theirs, position_embedding_type=("rotary",), is_folding_model=(None, False), hidden_act=(None, "gelu"))
+    take(theirs, "position_embedding_type")  # left out, it would mean absolute positions: ESM-1b
+    d_model, n_heads = take(theirs, "hidden_size"), take(theirs, "num_attention_heads")
+    base = take(theirs, "rope_theta", 10_000.0)
+    return dict(
+        d_model=d_model,
+        n_layers=take(theirs, "num_hidden_layers"),
+        n_heads=n_heads,
+        d_ff=take(theirs, "intermediate_size"),
+        vocab_size=take(theirs, "vocab_size"),
+        max_len=take(theirs, "max_position_embeddings", 1026),
+        embedding_norm=theirs.get("emb_layer_norm_before") or False,
+        dropped_token=take(theirs, "mask_token_id") if theirs.get("token_dropout") else -1,
+        norm_eps=take(theirs, "layer_norm_eps", 1e-12),
+        dropout=take(theirs, "hidden_dropout_prob", 0.0),
+        attention_dropout=take(theirs, "attention_probs_dropout_prob", 0.0),
+        rotary_base=base,
+        rotary_precision=_read_precision(keys, d_head=d_model // n_heads, base=base),
+        **_read_end(theirs, keys),
+    )
+
+
+def _read_precision(keys: Keys, *, d_head: int, base: float) -> str:
+    """To what the stored frequencies are rounded. transformers computes with what is stored, so must we."""
+    stored = [keys.tensor(key).float() for key in keys if key.endswith("rotary_embeddings.inv_freq")]
+    if not stored:
+        return "float32"
+    if all(tuple(one.shape) == (d_head // 2,) for one in stored):
+        for precision in ("float32", "float16", "bfloat16"):
+            wanted = Rotary(d_head=d_head, base=base, precision=precision).frequencies(torch.device("cpu"))
+            if all(torch.allclose(one, wanted, rtol=1e-6, atol=0) for one in stored):
+                return precision
+    raise CheckpointError(
+        f"the file's rotary frequencies (inv_freq) are not those of rope_theta={base} and a head of {d_head}, nor those in "
+        f"float16 or bfloat16; do config and weights belong together?"
+    )
+
+
+def _read_end(theirs: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
+    """What the model ends in: the file's keys tell."""
+    if "lm_head.dense.weight" in keys:
+        tied = theirs.get("tie_word_embeddings", True)
+        return dict(head="tokens", head_transform=True, head_bias="learned", tie_embeddings=tied)
+    if "classifier.dense.weight" in keys:
+        return dict(head="classes", pooler=True, **labels(theirs))
+    return dict(pooler="pooler.dense.weight" in keys)
+
+
+def write(config: Config) -> dict[str, Any]:
+    kind = {"none": "EsmModel", "tokens": "EsmForMaskedLM", "classes": "EsmForSequenceClassification"}[config.head]
+    refuse_to_write(
+        *(config, "ESM's layout"),
+        **{name: BASE[name] for name in ("shape", "positions", "norm", "norm_first", "feedforward")},
+        **dict(inputs="tokens", bias=True, attention_bias="qkvo", gated=False, qk_norm=False, window=0),
+        **dict(n_kv_heads=config.n_heads, d_head=config.d_model // config.n_heads, attention_scale=0.0),
+        **dict(embedding_scale=False, n_segments=0, rotary_interleaved=False, rotary_scaling="none"),
+        **dict(head_scale=False, pool="first", pool_normed=False),
+    )
+    if config.head == "tokens":
+        refuse_to_write(config, "ESM's layout", head_transform=True, head_bias="learned", pooler=False)
+    if config.head == "classes":
+        refuse_to_write(config, "ESM's layout", pooler=True)
+    return dict(
+        model_type="esm",
+        architectures=[kind],
+        hidden_size=config.d_model,
+        num_hidden_layers=config.n_layers,
+        num_attention_heads=config.n_heads,
+        intermediate_size=config.d_ff,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_len,
+        position_embedding_type="rotary",
+        rope_theta=config.rotary_base,
+        emb_layer_norm_before=config.embedding_norm,
+        token_dropout=config.dropped_token >= 0,
+        mask_token_id=config.dropped_token if config.dropped_token >= 0 else None,
+        pad_token_id=1,  # transformers needs one; a checkpoint's own replaces it
+        layer_norm_eps=config.norm_eps,
+        hidden_dropout_prob=config.dropout,
+        attention_probs_dropout_prob=config.attention_dropout,
+        tie_word_embeddings=config.tie_embeddings or config.head != "tokens",
+        **write_labels(config),
+    )
+
+
+def added(config: Config) -> dict[str, Tensor]:
+    """The frequencies, which this layout stores in each layer, and a contact head that knows nothing yet."""
+    rotary = Rotary(d_head=config.d_head, base=config.rotary_base, precision=config.rotary_precision)
+    return {
+        **{
+            f"encoder.layer.{i}.attention.self.rotary_embeddings.inv_freq": rotary.frequencies(torch.device("cpu"))
+            for i in range(config.n_layers)
+        },
+        "contact_head.regression.weight": torch.zeros(1, config.n_layers * config.n_heads),
+        "contact_head.regression.bias": torch.zeros(1),
+    }
+
+
+CLASS_HEAD = [*both("classifier.dense", "pool.dense"), *both("classifier.out_proj", "head")]
+TOKEN_HEAD: list[Row] = [
+    *both("pooler.dense", "pool.dense"),
+    *both("lm_head.dense", "head.dense"),
+    *both("lm_head.layer_norm", "head.norm"),
+    ("lm_head.decoder.weight", "head.weight"),
+    ("lm_head.bias", "head.bias"),
+]
+
+
+def names(config: Config) -> list[Row]:
+    layer, block = "encoder.layer.{i}", "blocks.{i}"
+    return [
+        ("embeddings.word_embeddings.weight", "tokens.weight"),
+        *both("embeddings.layer_norm", "embedding_norm"),
+        *norm(f"{layer}.attention.LayerNorm", f"{block}.attention_norm"),
+        *both(f"{layer}.attention.self.query", f"{block}.attention.q_proj"),
+        *both(f"{layer}.attention.self.key", f"{block}.attention.k_proj"),
+        *both(f"{layer}.attention.self.value", f"{block}.attention.v_proj"),
+        *both(f"{layer}.attention.output.dense", f"{block}.attention.o_proj"),
+        *norm(f"{layer}.LayerNorm", f"{block}.feedforward_norm"),
+        *both(f"{layer}.intermediate.dense", f"{block}.feedforward.up"),
+        *both(f"{layer}.output.dense", f"{block}.feedforward.down"),
+        *both("encoder.emb_layer_norm_after", "norm"),
+        *(CLASS_HEAD if config.head == "classes" else TOKEN_HEAD),
+    ]
+
+
+NAMES = names

@@ -91,6 +91,7 @@ def write(config: Config) -> dict[str, Any]:
         embd_pdrop=config.dropout,
         attn_pdrop=config.attention_dropout,
         tie_word_embeddings=config.tie_embeddings,
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # left out, these would become 50,256
     )
 
 

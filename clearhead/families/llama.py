@@ -118,10 +118,15 @@ def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
 
 
 def _read_window(theirs: Mapping[str, Any]) -> int:
-    window = theirs.get("sliding_window") or 0
-    if theirs.get("model_type") == "qwen2" and not theirs.get("use_sliding_window", False):
-        window = 0
-    kinds = set(theirs.get("layer_types") or ())
+    """Mistral has one unless told otherwise; Qwen2 if told so, from layer `max_window_layers` on; LLaMA takes no notice."""
+    kind, window = theirs.get("model_type"), theirs.get("sliding_window", 4096) or 0
+    if kind == "mistral":
+        return window
+    if kind != "qwen2" or not theirs.get("use_sliding_window", False) or not window:
+        return 0
+    n_full, n_layers = take(theirs, "max_window_layers", 28), take(theirs, "num_hidden_layers")
+    by_number = ["full_attention"] * (n_full > 0) + ["sliding_attention"] * (n_full < n_layers)
+    kinds = set(theirs.get("layer_types") or by_number)
     if len(kinds) > 1 or kinds - {"full_attention", "sliding_attention"}:
         raise CheckpointError(
             f"config.json's layer_types mix {sorted(kinds)}; only one kind for all layers is supported"
@@ -135,6 +140,7 @@ def _read_rope(theirs: Mapping[str, Any]) -> dict[str, Any]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise CheckpointError(f"config.json's rope type {kind!r} is not supported; supported: default, linear, llama3")
+    refuse(rope)  # a partial rotation, say, which may stand here too
     fields: dict[str, Any] = dict(rotary_base=rope.get("rope_theta") or theirs.get("rope_theta") or 10_000.0)
     if kind != "default":
         fields.update(rotary_scaling=kind, rotary_factor=take(rope, "factor"))
@@ -159,6 +165,11 @@ def write(config: Config) -> dict[str, Any]:
     if config.window and kind == "llama":
         refuse_to_write(config, "Mistral's layout", attention_bias="")
         kind = "mistral"
+    if kind == "llama" and config.d_model % config.n_heads:  # transformers insists, though d_head is given
+        raise CheckpointError(
+            f"LLaMA's layout has no place for d_model={config.d_model} with n_heads={config.n_heads}: one must be a multiple of "
+            f"the other; save with format='clearhead'"
+        )
     rope: dict[str, Any] = dict(rope_theta=config.rotary_base, rope_type="default")
     if config.rotary_scaling != "none":
         rope.update(rope_type=config.rotary_scaling, factor=config.rotary_factor)
@@ -186,6 +197,7 @@ def write(config: Config) -> dict[str, Any]:
         attention_dropout=config.attention_dropout,
         tie_word_embeddings=config.tie_embeddings,
         rope_parameters=rope,
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # left out, these would become 1 and 2
     )
     if kind == "llama":
         theirs["attention_bias"] = config.attention_bias == "qkvo"

@@ -6,7 +6,11 @@ elsewhere); its bias on the logits is fixed: loaded and saved, not trained.
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from typing import Any
+
+from clearhead.config import Config
+from clearhead.families.reading import Row, activation, both, refuse, refuse_to_write, same, take, write_activation
 
 BASE: dict[str, Any] = dict(
     shape="encoder-decoder",
@@ -26,8 +30,103 @@ SIZES: dict[str, dict[str, Any]] = {
     "opus-mt-en-de": dict(n_layers=6, d_model=512, n_heads=8, d_ff=2048, vocab_size=58_101),
 }
 
-HF: tuple[str, ...] = ()
-PREFIX = ""
-HEADS: tuple[str, ...] = ()
-UNUSED: tuple[str, ...] = ()
+HF: tuple[str, ...] = ("marian",)
+PREFIX = "model."
+HEADS: tuple[str, ...] = ("lm_head.", "final_logits_bias")
+# Old files store the sinusoids; where each side has an embedding of its own, a shared one is left over.
+UNUSED: tuple[str, ...] = ("*embed_positions.weight", "*shared.weight")
 EXTRAS: tuple[str, ...] = ()
+
+
+def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
+    refuse(theirs, add_final_layer_norm=(None, False), is_encoder_decoder=(None, True))
+    vocab_size, tied = take(theirs, "vocab_size"), theirs.get("tie_word_embeddings", True)
+    sizes: dict[str, Any] = dict(vocab_size=vocab_size)
+    if not theirs.get("share_encoder_decoder_embeddings", True) or not tied:  # nothing is shared where nothing is tied
+        sizes = dict(vocab_size=theirs.get("decoder_vocab_size") or vocab_size, source_vocab_size=vocab_size)
+    return dict(
+        **sizes,
+        d_model=take(theirs, "d_model"),
+        n_layers=take(theirs, "encoder_layers"),
+        n_decoder_layers=take(theirs, "decoder_layers"),
+        n_heads=same(theirs, "encoder_attention_heads", "decoder_attention_heads"),
+        d_ff=same(theirs, "encoder_ffn_dim", "decoder_ffn_dim"),
+        max_len=take(theirs, "max_position_embeddings", 512),
+        feedforward=activation(theirs, "activation_function"),
+        embedding_scale=theirs.get("scale_embedding", False),
+        dropout=take(theirs, "dropout", 0.0),
+        attention_dropout=take(theirs, "attention_dropout", 0.0),
+        tie_embeddings=tied,
+        head_bias="fixed" if "final_logits_bias" in keys else "none",
+    )
+
+
+def write(config: Config) -> dict[str, Any]:
+    refuse_to_write(
+        *(config, "Marian's layout"),
+        **{name: BASE[name] for name in ("shape", "positions", "sinusoid_halves", "norm", "norm_first")},
+        **dict(inputs="tokens", embedding_norm=False, norm_eps=1e-5, bias=True, attention_bias="qkvo", qk_norm=False),
+        **dict(n_kv_heads=config.n_heads, d_head=config.d_model // config.n_heads, attention_scale=0.0, window=0),
+        **dict(gated=False, head_transform=False, head_scale=False),
+    )
+    if not config.source_vocab_size:  # transformers ties the two sides' embedding only where it ties the head
+        refuse_to_write(config, "Marian's layout with one embedding for source and target", tie_embeddings=True)
+    return dict(
+        model_type="marian",
+        architectures=["MarianMTModel"],
+        d_model=config.d_model,
+        encoder_layers=config.n_layers,
+        decoder_layers=config.n_decoder_layers,
+        encoder_attention_heads=config.n_heads,
+        decoder_attention_heads=config.n_heads,
+        encoder_ffn_dim=config.d_ff,
+        decoder_ffn_dim=config.d_ff,
+        vocab_size=config.source_vocab_size or config.vocab_size,
+        decoder_vocab_size=config.vocab_size,
+        share_encoder_decoder_embeddings=config.source_vocab_size == 0,
+        max_position_embeddings=max(config.max_len, config.max_source_len),
+        activation_function=write_activation(config),
+        scale_embedding=config.embedding_scale,
+        dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
+        tie_word_embeddings=config.tie_embeddings,
+        is_encoder_decoder=True,
+        # Left out, these would become the ids of a vocabulary of 58,101.
+        **dict.fromkeys(("pad_token_id", "eos_token_id", "forced_eos_token_id")),
+    )
+
+
+def _attention(theirs: str, ours: str) -> list[Row]:
+    parts = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "out_proj": "o_proj"}
+    return [row for part, name in parts.items() for row in both(f"{theirs}.{part}", f"{ours}.{name}")]
+
+
+def _layers(stack: str) -> list[Row]:
+    theirs, ours = f"{stack}.layers.{{i}}", f"{stack}.blocks.{{i}}"
+    return [
+        *_attention(f"{theirs}.self_attn", f"{ours}.attention"),
+        *both(f"{theirs}.self_attn_layer_norm", f"{ours}.attention_norm"),
+        *_attention(f"{theirs}.encoder_attn", f"{ours}.cross"),
+        *both(f"{theirs}.encoder_attn_layer_norm", f"{ours}.cross_norm"),
+        *both(f"{theirs}.fc1", f"{ours}.feedforward.up"),
+        *both(f"{theirs}.fc2", f"{ours}.feedforward.down"),
+        *both(f"{theirs}.final_layer_norm", f"{ours}.feedforward_norm"),
+    ]
+
+
+LAYERS: list[Row] = [*_layers("encoder"), *_layers("decoder")]  # Whisper's too
+
+
+def names(config: Config) -> list[Row]:
+    source = "source.weight" if config.source_vocab_size else "tokens.weight"
+    return [
+        *([] if config.source_vocab_size else [("shared.weight", "tokens.weight")]),
+        ("decoder.embed_tokens.weight", "tokens.weight"),
+        ("encoder.embed_tokens.weight", source),
+        *LAYERS,
+        ("lm_head.weight", "head.weight"),
+        ("final_logits_bias", "head.bias", "row"),
+    ]
+
+
+NAMES = names

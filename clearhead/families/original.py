@@ -2,11 +2,21 @@
 
 The paper's table 3 says 65 M and 213 M parameters. Its shared English-German vocabulary of about 37,000 gives 63.1 M and 214.2 M
 with every weight, bias and norm counted; 65.0 M takes 40,745 tokens at base size, 213.0 M takes 35,784 at big.
+
+It has no Hugging Face layout of its own; it is written as Marian's, which the marian page reads. Marian keeps all sines before all
+cosines where the paper alternates them, so the coordinates of the residual stream are written in Marian's order: wherever a
+tensor reads the stream or writes to it. Every number stays the same; only the order of summation changes. Refused is what Marian
+does not compute, and what would need tensors that the model does not have: biases, a second copy of an embedding beside its head.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+from clearhead.config import Config
+from clearhead.families import marian
+from clearhead.families.reading import Row
 
 BASE: dict[str, Any] = dict(
     shape="encoder-decoder",
@@ -27,7 +37,37 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 HF: tuple[str, ...] = ()
-PREFIX = ""
-HEADS: tuple[str, ...] = ()
+PREFIX = marian.PREFIX
+HEADS = marian.HEADS
 UNUSED: tuple[str, ...] = ()
 EXTRAS: tuple[str, ...] = ()
+
+READS_STREAM = (
+    "tokens.weight",
+    "source.weight",
+    *(f"{part}_proj.weight" for part in "qkv"),
+    "up.weight",
+    "head.weight",
+)
+WRITES_STREAM = ("o_proj.weight", "o_proj.bias", "down.weight", "down.bias", "norm.weight", "norm.bias")
+
+
+def write(config: Config) -> dict[str, Any]:
+    return marian.write(replace(config, sinusoid_halves=True))
+
+
+def names(config: Config) -> list[Row]:
+    """Marian's table; where the model alternates sines and cosines, with each tensor's side of the stream in halves."""
+    rows = marian.names(config)
+    return rows if config.sinusoid_halves else [_in_halves(row) for row in rows]
+
+
+def _in_halves(row: Row) -> Row:
+    theirs, ours = row[:2]
+    assert isinstance(ours, str)
+    if ours.endswith(READS_STREAM):
+        return theirs, ours, "halves_in"
+    return (theirs, ours, "halves_out") if ours.endswith(WRITES_STREAM) else row
+
+
+NAMES = names

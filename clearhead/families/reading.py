@@ -5,8 +5,10 @@ A field that would change the result and that we can not honour is an error, nev
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from clearhead.config import Config
 from clearhead.errors import CheckpointError, did_you_mean
@@ -51,6 +53,17 @@ FOREIGN: dict[str, tuple[Any, ...]] = {
 }
 
 
+class Keys(dict[str, str]):
+    """What a file holds: each tensor's name in the tables, and its key in the file. `tensor` reads one that tells a fact."""
+
+    def __init__(self, keys: Mapping[str, str], read: Callable[[str], Tensor]) -> None:
+        super().__init__(keys)
+        self._read = read
+
+    def tensor(self, name: str) -> Tensor:
+        return self._read(self[name])
+
+
 def both(theirs: str, ours: str) -> list[Row]:
     """The two rows of a layer with a weight and a bias."""
     return [(f"{theirs}.weight", f"{ours}.weight"), (f"{theirs}.bias", f"{ours}.bias")]
@@ -85,6 +98,63 @@ def refuse(theirs: Mapping[str, Any], **neutral: tuple[Any, ...]) -> None:
                 f"config.json's {field}={theirs[field]!r} changes what the model computes and is not supported; "
                 f"supported: {', '.join(map(repr, values))}"
             )
+
+
+def labels(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """The classes: their number, and their names where they are more than LABEL_0, LABEL_1 ..."""
+    named: Mapping[str, str] = theirs.get("id2label") or {}
+    n_classes = theirs.get("num_labels") or len(named) or 2
+    plain = n_classes != len(named) or all(name == f"LABEL_{i}" for i, name in named.items())
+    return dict(n_classes=n_classes, labels=() if plain else tuple(named.get(str(i), "") for i in range(n_classes)))
+
+
+def write_labels(config: Config) -> dict[str, Any]:
+    if config.head != "classes":
+        return {}
+    names = config.labels or [f"LABEL_{i}" for i in range(config.n_classes)]
+    return dict(id2label={str(i): name for i, name in enumerate(names)}, label2id={n: i for i, n in enumerate(names)})
+
+
+def pooling(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """What sentence-transformers' modules make of the states, in place of the model's own pooler; nothing where there are none."""
+    if "modules" not in theirs:
+        return {}
+    fields: dict[str, Any] = dict(pooler=False)
+    for module in theirs["modules"]:
+        match module.get("type"):
+            case "Transformer":
+                pass
+            case "Pooling":
+                fields["pool"] = _pool_of(module)
+            case "Normalize":
+                fields["pool_normed"] = True
+            case other:
+                raise CheckpointError(
+                    f"modules.json's {other!r} changes the embeddings and is not supported; supported: Pooling, Normalize"
+                )
+    return fields
+
+
+POOLS = {"mean": "mean", "mean_tokens": "mean", "cls": "first", "cls_token": "first"}
+
+
+def _pool_of(module: Mapping[str, Any]) -> str:
+    """The one way of pooling; once there was a switch for each, today one field names it."""
+    switched = [name.removeprefix("pooling_mode_") for name, value in module.items() if value is True]
+    modes = [mode for mode in [module.get("pooling_mode"), *switched] if mode not in (None, "include_prompt")]
+    if len(modes) != 1 or modes[0] not in POOLS:
+        raise CheckpointError(f"1_Pooling/config.json's pooling_mode is {modes}; supported is one of cls, mean")
+    return POOLS[modes[0]]
+
+
+def write_pooling(config: Config) -> dict[str, Any]:
+    """The modules, where the model ends in states or in what is pooled of them without a dense layer."""
+    if config.head != "none" or config.pooler:
+        return {}
+    modes = dict(cls_token=config.pool == "first", mean_tokens=config.pool == "mean")
+    switches = {f"pooling_mode_{mode}": on for mode, on in modes.items()}
+    pool = dict(type="Pooling", word_embedding_dimension=config.d_model, **switches)
+    return dict(modules=[dict(type="Transformer"), pool, *([dict(type="Normalize")] if config.pool_normed else [])])
 
 
 def same(theirs: Mapping[str, Any], *names: str) -> Any:

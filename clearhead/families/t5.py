@@ -1,11 +1,17 @@
 """T5 (Raffel et al. 2020): buckets of relative distance, RMS norm before each step, scores unscaled, no biases.
 
 Version 1.0 has relu and a tied head that scales its input down; 1.1 (and Flan-T5) a gated tanh-gelu and a head of its own.
+An encoder alone (T5EncoderModel, as image generators use it) is read too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from typing import Any
+
+from clearhead.config import Config
+from clearhead.errors import CheckpointError
+from clearhead.families.reading import Row, activation, refuse, refuse_to_write, take, write_activation
 
 BASE: dict[str, Any] = dict(
     shape="encoder-decoder",
@@ -33,8 +39,129 @@ SIZES: dict[str, dict[str, Any]] = {
     "t5-v1.1-large": dict(n_layers=24, d_model=1024, n_heads=16, d_ff=2816, **GATED),
 }
 
-HF: tuple[str, ...] = ()
+HF: tuple[str, ...] = ("t5",)
 PREFIX = ""
-HEADS: tuple[str, ...] = ()
-UNUSED: tuple[str, ...] = ()
+HEADS: tuple[str, ...] = ("lm_head.",)
+UNUSED: tuple[str, ...] = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)  # old files
 EXTRAS: tuple[str, ...] = ()
+
+
+def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
+    refuse(theirs)
+    fields = dict(
+        d_model=take(theirs, "d_model"),
+        n_layers=take(theirs, "num_layers"),
+        n_heads=take(theirs, "num_heads"),
+        d_head=take(theirs, "d_kv"),
+        d_ff=take(theirs, "d_ff"),
+        vocab_size=take(theirs, "vocab_size"),
+        max_len=take(theirs, "n_positions", 512),
+        t5_buckets=take(theirs, "relative_attention_num_buckets"),
+        t5_max_distance=take(theirs, "relative_attention_max_distance", 128),
+        norm_eps=take(theirs, "layer_norm_epsilon", 1e-6),
+        dropout=take(theirs, "dropout_rate", 0.0),
+        attention_dropout=take(theirs, "dropout_rate", 0.0),
+        **_read_feedforward(theirs),
+    )
+    kinds = theirs.get("architectures") or ()
+    if "T5EncoderModel" in kinds or not theirs.get("is_encoder_decoder", True):
+        return dict(fields, shape="encoder")
+    if "T5Model" in kinds:
+        raise CheckpointError("config.json's architectures=['T5Model'] is a T5 without its head; load the whole model")
+    return dict(fields, n_decoder_layers=theirs.get("num_decoder_layers") or 0, **_read_head(theirs, keys))
+
+
+def _read_feedforward(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Once "gated-gelu" said it all, and meant gelu_new; today `dense_act_fn` and `is_gated_act` stand beside it."""
+    stated = str(take(theirs, "feed_forward_proj", "relu"))
+    name = "gelu_new" if stated == "gated-gelu" else stated.removeprefix("gated-")
+    field = "feed_forward_proj" if theirs.get("dense_act_fn") is None else "dense_act_fn"
+    return dict(
+        feedforward=activation({**theirs, "feed_forward_proj": name}, field),
+        gated=theirs.get("is_gated_act", stated.startswith("gated-")),
+    )
+
+
+def _read_head(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
+    """Whether the head is tied, and whether it scales its input.
+
+    Once, `tie_word_embeddings` said both, and files could hold a tied head a second time. Since transformers 5 it is always true:
+    `scale_decoder_outputs` says the second, and a head is in the file only if it is not tied.
+    """
+    tied, own = theirs.get("tie_word_embeddings", True), "lm_head.weight" in keys
+    if "scale_decoder_outputs" in theirs:
+        return dict(tie_embeddings=not own, head_scale=theirs["scale_decoder_outputs"])
+    return dict(tie_embeddings=tied or not own, head_scale=tied)
+
+
+def write(config: Config) -> dict[str, Any]:
+    encoder = config.shape == "encoder"
+    refuse_to_write(
+        *(config, "T5's layout"),
+        **dict(shape=("encoder-decoder", "encoder"), head="none" if encoder else "tokens", inputs="tokens"),
+        **{name: BASE[name] for name in ("positions", "norm", "norm_first", "bias", "attention_scale")},
+        **dict(attention_bias="", n_kv_heads=config.n_heads, qk_norm=False, window=0, source_vocab_size=0),
+        **dict(embedding_scale=False, embedding_norm=False, head_bias="none", head_transform=False),
+        **dict(n_segments=0, dropped_token=-1, pooler=False),
+    )
+    name = write_activation(config)
+    return dict(
+        model_type="t5",
+        architectures=["T5EncoderModel" if encoder else "T5ForConditionalGeneration"],
+        d_model=config.d_model,
+        num_layers=config.n_layers,
+        num_decoder_layers=config.n_decoder_layers,
+        num_heads=config.n_heads,
+        d_kv=config.d_head,
+        d_ff=config.d_ff,
+        vocab_size=config.vocab_size,
+        n_positions=config.max_len,
+        relative_attention_num_buckets=config.t5_buckets,
+        relative_attention_max_distance=config.t5_max_distance,
+        layer_norm_epsilon=config.norm_eps,
+        dropout_rate=config.dropout,
+        feed_forward_proj=f"gated-{'gelu' if name == 'gelu_new' else name}" if config.gated else name,
+        dense_act_fn=name,
+        is_gated_act=config.gated,
+        tie_word_embeddings=config.head_scale,
+        scale_decoder_outputs=config.head_scale,
+        is_encoder_decoder=not encoder,
+        **dict.fromkeys(("pad_token_id", "eos_token_id")),
+    )
+
+
+def _layers(config: Config, stack: str) -> list[Row]:
+    theirs, ours = f"{stack}.block.{{i}}.layer", f"{stack}." if config.shape == "encoder-decoder" else ""
+    block, last = f"{ours}blocks.{{i}}", 2 if stack == "decoder" else 1
+    steps = [(0, "SelfAttention", "attention")] + ([(1, "EncDecAttention", "cross")] if last == 2 else [])
+    up = {"wi_0": "gate", "wi_1": "up"} if config.gated else {"wi": "up"}
+    return [
+        (f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", f"{ours}positions.weight"),
+        *(
+            (f"{theirs}.{n}.{kind}.{letter}.weight", f"{block}.{name}.{letter}_proj.weight")
+            for n, kind, name in steps
+            for letter in "qkvo"
+        ),
+        *((f"{theirs}.{n}.layer_norm.weight", f"{block}.{name}_norm.weight") for n, _, name in steps),
+        *(
+            (f"{theirs}.{last}.DenseReluDense.{wi}.weight", f"{block}.feedforward.{name}.weight")
+            for wi, name in up.items()
+        ),
+        (f"{theirs}.{last}.DenseReluDense.wo.weight", f"{block}.feedforward.down.weight"),
+        (f"{theirs}.{last}.layer_norm.weight", f"{block}.feedforward_norm.weight"),
+        (f"{stack}.final_layer_norm.weight", f"{ours}norm.weight"),
+    ]
+
+
+def names(config: Config) -> list[Row]:
+    return [
+        ("shared.weight", "tokens.weight"),
+        ("encoder.embed_tokens.weight", "tokens.weight"),
+        ("decoder.embed_tokens.weight", "tokens.weight"),
+        *_layers(config, "encoder"),
+        *(_layers(config, "decoder") if config.shape == "encoder-decoder" else []),
+        ("lm_head.weight", "head.weight"),
+    ]
+
+
+NAMES = names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from clearhead.config import Config
@@ -33,7 +33,7 @@ class Encoder(Stack):
         else:
             self.tokens = TokenEmbedding(config.vocab_size, config.d_model, scale=config.embedding_scale)
         self.segments = nn.Embedding(config.n_segments, config.d_model) if config.n_segments else None
-        self.pool = Pool(d_model=config.d_model, kind=config.pool, dense=config.pooler)
+        self.pool = Pool(d_model=config.d_model, kind=config.pool, dense=config.pooler, normed=config.pool_normed)
         self.head: nn.Module | None = None
         if config.head == "tokens":
             self.head = make_head(config)
@@ -75,6 +75,8 @@ class Encoder(Stack):
     ) -> Float[Tensor, "B T D"]:
         """The final states, before any head."""
         x = self.tokens(tokens)
+        if self.config.dropped_token >= 0:
+            x = drop(x, tokens == self.config.dropped_token, real_of(mask))
         if self.segments is not None:
             zeros = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
             x = x + self.segments(zeros if segments is None else segments)
@@ -84,11 +86,31 @@ class Encoder(Stack):
 
     def pooled(self, states: Float[Tensor, "B T D"], mask: Padding = None) -> Float[Tensor, "B D"]:
         """One vector a row, as the config's `pool` and `pooler` say."""
-        if isinstance(mask, Mask):
-            mask = None if mask.keys is None else mask.keys != ABSENT
-        return self.pool(states, mask)
+        return self.pool(states, real_of(mask))
 
     def project(self, states: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
         """From final states to logits over the vocabulary."""
         assert self.head is not None
         return self.head(states, self.tokens.weight)
+
+
+def real_of(mask: Padding) -> Bool[Tensor, "B T"] | None:
+    """Which tokens are real; None: all."""
+    if isinstance(mask, Mask):
+        return None if mask.keys is None else mask.keys != ABSENT
+    return mask
+
+
+def drop(
+    x: Float[Tensor, "B T D"], dropped: Bool[Tensor, "B T"], real: Bool[Tensor, "B T"] | None = None
+) -> Float[Tensor, "B T D"]:
+    """Token dropout (ESM-2): masked tokens enter as zeros, and the rest are scaled so that their sum is as in training.
+
+    There 80 % of 15 % of a row were masked: x (1 - 0.12) / (1 - the share masked here). Packed documents count as one row.
+    """
+    real = torch.ones_like(dropped) if real is None else real
+    exact = torch.promote_types(x.dtype, torch.float32)  # bfloat16 can not count to 1,000
+    kept = 1 - (dropped & real).sum(1).to(exact) / real.sum(1)
+    # Of a row of nothing but masks only zeros are left, whatever they are divided by.
+    scale = (1 - 0.15 * 0.8) / kept.clamp(min=1 / x.shape[1])
+    return (x * scale[:, None, None]).masked_fill(dropped[..., None], 0.0).to(x.dtype)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from clearhead.config import Config, Generation
@@ -19,6 +19,7 @@ from clearhead.models.head import make_head
 from clearhead.models.stack import Padding, Stack
 
 Source = Int[Tensor, "B S"] | Float[Tensor, "B m n"]  # tokens, or mel frames of sound
+SourcePadding = Bool[Tensor, "B _"] | Mask | None  # of tokens, or of what the convolutions leave of the frames
 
 
 class EncoderDecoder(nn.Module):
@@ -41,6 +42,8 @@ class EncoderDecoder(nn.Module):
         elif config.source_vocab_size:
             self.source = TokenEmbedding(config.source_vocab_size, config.d_model, scale=config.embedding_scale)
         self.encoder = Stack(config, n_layers=config.n_layers, max_len=config.max_source_len, causal=False)
+        if config.inputs == "frames" and config.positions == "learned":  # Whisper's sinusoids: a table, never trained
+            self.encoder.positions.requires_grad_(False)
         self.decoder = Stack(config, n_layers=config.n_decoder_layers, max_len=config.max_len, causal=True, cross=True)
         self.head = make_head(config)
 
@@ -48,7 +51,7 @@ class EncoderDecoder(nn.Module):
         self,
         source: Source | None,
         target: Int[Tensor, "B T"],
-        mask: Padding = None,
+        mask: SourcePadding = None,
         *,
         target_mask: Padding = None,
         cache: Cache | None = None,
@@ -70,7 +73,9 @@ class EncoderDecoder(nn.Module):
                 self.states(target, memory, memory_mask, mask=target_mask, cache=cache, checkpointing=checkpointing)
             )
 
-    def encode(self, source: Source, mask: Padding = None, *, checkpointing: bool = False) -> Float[Tensor, "B S D"]:
+    def encode(
+        self, source: Source, mask: SourcePadding = None, *, checkpointing: bool = False
+    ) -> Float[Tensor, "B S D"]:
         """The encoder's output, the decoder's memory of the source."""
         embed = self.tokens if self.source is None else self.source
         return self.encoder.run(embed(source), mask, checkpointing=checkpointing)
@@ -121,7 +126,7 @@ class EncoderDecoder(nn.Module):
         )
 
 
-def source_mask(mask: Padding) -> Mask:
+def source_mask(mask: SourcePadding) -> Mask:
     """What cross-attention may look at: the source's real tokens."""
     if isinstance(mask, Tensor):
         return padding(mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
@@ -26,11 +27,14 @@ def make_head(config: Config) -> TokenHead:
 
 
 class Pool(nn.Module):
-    """One vector for the whole sequence: its first state or the mean of the real ones; BERT adds dense + tanh."""
+    """One vector for the whole sequence: its first state or the mean of the real ones; BERT adds dense + tanh.
 
-    def __init__(self, *, d_model: int, kind: str = "first", dense: bool = False) -> None:
+    `normed` brings it to length 1, so that a dot product of two is their cosine.
+    """
+
+    def __init__(self, *, d_model: int, kind: str = "first", dense: bool = False, normed: bool = False) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.normed = kind, normed
         self.dense = nn.Linear(d_model, d_model) if dense else None
 
     def forward(self, states: Float[Tensor, "B T D"], real: Bool[Tensor, "B T"] | None = None) -> Float[Tensor, "B D"]:
@@ -40,4 +44,5 @@ class Pool(nn.Module):
             pooled = (states * weight[..., None]).sum(1) / weight.sum(1, keepdim=True)
         else:  # the first real state, wherever the padding is
             pooled = states[:, 0] if real is None else states[rows, real.int().argmax(1)]
-        return pooled if self.dense is None else torch.tanh(self.dense(pooled))
+        pooled = pooled if self.dense is None else torch.tanh(self.dense(pooled))
+        return F.normalize(pooled, dim=-1) if self.normed else pooled

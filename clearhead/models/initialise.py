@@ -73,7 +73,6 @@ def _draw_table(x: Tensor, config: Config, generator: torch.Generator, *, relati
 def _fix_sound_positions(table: nn.Parameter) -> None:
     """Whisper's encoder positions: sinusoids of wavelengths 2 pi to exactly 10,000 of that, in a table, never trained."""
     half = table.shape[1] // 2
-    steps = torch.exp(torch.arange(half, device=table.device) * (-math.log(10_000.0) / (half - 1)))
+    steps = torch.exp(torch.arange(half, device=table.device) * (-math.log(10_000.0) / max(half - 1, 1)))
     angles = torch.arange(table.shape[0], device=table.device)[:, None] * steps
     table.copy_(torch.cat([angles.sin(), angles.cos()], 1))
-    table.requires_grad_(False)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
-
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -158,6 +157,7 @@ def make_positions(config: Config, *, max_len: int, causal: bool) -> Positions:
                 low=config.rotary_low,
                 high=config.rotary_high,
                 original_len=config.rotary_original_len,
+                precision=config.rotary_precision,
             )
         case "alibi":
             return Alibi(n_heads=config.n_heads)

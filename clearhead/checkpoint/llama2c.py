@@ -1,0 +1,88 @@
+"""llama2.c's .bin: seven int32 of sizes, then every tensor as float32, one after the other, in an order known by heart."""
+
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+
+import torch
+
+from clearhead.checkpoint.files import Place, Stored
+from clearhead.checkpoint.found import Found, config_of
+from clearhead.checkpoint.names import expand
+from clearhead.config import Generation
+from clearhead.errors import CheckpointError
+from clearhead.families import llama
+from clearhead.families.reading import Row
+
+HEADER = struct.Struct("<7i")
+NEWER = b"24ka"  # how the file's later versions start
+
+NAMES: list[Row] = [
+    ("token_embedding_table", "tokens.weight"),
+    ("rms_att_weight.{i}", "blocks.{i}.attention_norm.weight"),
+    ("wq.{i}", "blocks.{i}.attention.q_proj.weight", "interleaved"),
+    ("wk.{i}", "blocks.{i}.attention.k_proj.weight", "interleaved"),
+    ("wv.{i}", "blocks.{i}.attention.v_proj.weight"),
+    ("wo.{i}", "blocks.{i}.attention.o_proj.weight"),
+    ("rms_ffn_weight.{i}", "blocks.{i}.feedforward_norm.weight"),
+    ("w1.{i}", "blocks.{i}.feedforward.gate.weight"),
+    ("w2.{i}", "blocks.{i}.feedforward.down.weight"),
+    ("w3.{i}", "blocks.{i}.feedforward.up.weight"),
+    ("rms_final_weight", "norm.weight"),
+    ("wcls", "head.weight"),
+]
+# Cosines and sines of every position: they follow from the sizes, and llama2.c skips them too.
+UNUSED = ("freq_cis_real", "freq_cis_imag")
+
+
+def describe(path: Path) -> Found:
+    with path.open("rb") as stream:
+        start = stream.read(HEADER.size)
+    if start.startswith(NEWER):
+        raise CheckpointError(f"{path} is a later version of llama2.c's format; export it with --version 0")
+    if len(start) < HEADER.size:
+        raise CheckpointError(f"{path} has only {len(start)} bytes, too few for llama2.c's header; fetch it again")
+    d_model, d_ff, n_layers, n_heads, n_kv_heads, vocab_size, max_len = sizes = HEADER.unpack(start)
+    tied = vocab_size > 0  # a negative size says that the head is stored, too
+    if min(*sizes[:5], abs(vocab_size), max_len) < 1 or d_model % n_heads or n_heads % n_kv_heads:
+        raise CheckpointError(f"{path} starts with the sizes {sizes}, which no model has; is it llama2.c's .bin?")
+    weights = Stored()
+    at = HEADER.size
+    d_kv = d_model // n_heads * n_kv_heads
+    layout = {
+        "token_embedding_table": (1, abs(vocab_size), d_model),
+        "rms_att_weight.{i}": (n_layers, d_model),
+        "wq.{i}": (n_layers, d_model, d_model),
+        "wk.{i}": (n_layers, d_kv, d_model),
+        "wv.{i}": (n_layers, d_kv, d_model),
+        "wo.{i}": (n_layers, d_model, d_model),
+        "rms_ffn_weight.{i}": (n_layers, d_model),
+        "w1.{i}": (n_layers, d_ff, d_model),
+        "w2.{i}": (n_layers, d_model, d_ff),
+        "w3.{i}": (n_layers, d_ff, d_model),
+        "rms_final_weight": (1, d_model),
+        "freq_cis_real": (1, max_len, d_model // n_heads // 2),
+        "freq_cis_imag": (1, max_len, d_model // n_heads // 2),
+        **({} if tied else {"wcls": (1, abs(vocab_size), d_model)}),
+    }
+    needed, size = HEADER.size + 4 * sum(map(math.prod, layout.values())), path.stat().st_size
+    if needed != size:
+        raise CheckpointError(
+            f"{path} has {size:,} bytes, but with the sizes it starts with, {sizes}, it would have {needed:,}; "
+            f"is it llama2.c's .bin, and whole?"
+        )
+    for name, (count, *shape) in layout.items():
+        for i in range(count):
+            key = name.replace("{i}", str(i))
+            weights.shapes[key], weights.dtypes[key] = tuple(shape), torch.float32
+            weights.places[key] = Place(path, at, 4 * math.prod(shape))
+            at += 4 * math.prod(shape)
+    fields = dict(d_model=d_model, d_ff=d_ff, n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads)
+    fields.update(vocab_size=abs(vocab_size), max_len=max_len, tie_embeddings=tied)
+    config = config_of(path, {"family": "llama", **llama.BASE, **fields}, weights)
+    # Its own program ends a text at the next one's start.
+    generation = Generation(bos=1, eos=(2, 1))
+    spelling = {name: name for name in weights.shapes}
+    return Found(config, weights, expand(NAMES, config), spelling, generation, unused=UNUSED)

@@ -1,0 +1,114 @@
+"""OpenAI's own Whisper .pt: its sizes as `dims`, its tensors as `model_state_dict`, read without ever running a pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from clearhead.checkpoint.files import Tensors, load_torch_file
+from clearhead.checkpoint.found import Found, config_of
+from clearhead.checkpoint.names import expand
+from clearhead.config import Generation
+from clearhead.errors import CheckpointError
+from clearhead.families import whisper
+from clearhead.families.reading import Row, both, same, take
+
+
+def _attention(theirs: str, ours: str) -> list[Row]:
+    return [
+        *both(f"{theirs}_ln", f"{ours}_norm"),
+        *both(f"{theirs}.query", f"{ours}.q_proj"),
+        (f"{theirs}.key.weight", f"{ours}.k_proj.weight"),
+        *both(f"{theirs}.value", f"{ours}.v_proj"),
+        *both(f"{theirs}.out", f"{ours}.o_proj"),
+    ]
+
+
+def _block(side: str) -> list[Row]:
+    return [
+        *_attention(f"{side}.blocks.{{i}}.attn", f"{side}.blocks.{{i}}.attention"),
+        *both(f"{side}.blocks.{{i}}.mlp_ln", f"{side}.blocks.{{i}}.feedforward_norm"),
+        *both(f"{side}.blocks.{{i}}.mlp.0", f"{side}.blocks.{{i}}.feedforward.up"),
+        *both(f"{side}.blocks.{{i}}.mlp.2", f"{side}.blocks.{{i}}.feedforward.down"),
+    ]
+
+
+NAMES: list[Row] = [
+    *both("encoder.conv1", "source.conv1"),
+    *both("encoder.conv2", "source.conv2"),
+    ("encoder.positional_embedding", "encoder.positions.weight"),
+    *_block("encoder"),
+    *both("encoder.ln_post", "encoder.norm"),
+    ("decoder.token_embedding.weight", "tokens.weight"),
+    ("decoder.positional_embedding", "decoder.positions.weight"),
+    *_block("decoder"),
+    *_attention("decoder.blocks.{i}.cross_attn", "decoder.blocks.{i}.cross"),
+    *both("decoder.ln", "decoder.norm"),
+]
+
+# Signs that stand for no speech, such as brackets and notes, in the English vocabulary (GPT-2's) and in the multilingual one:
+# what `non_speech_tokens` of OpenAI's tokenizer gives. Words may not start with a hyphen or an apostrophe either.
+SIGNS = "1 2 7 8 9 10 14 25 26 27 28 29 31 58 59 60 61 62 63 90 91 92 93 "
+ENGLISH_SIGNS = SIGNS + (
+    "357 366 438 532 685 705 796 930 1058 1220 1267 1279 1303 1343 1377 1391 1635 1782 1875 2162 2361 2488 3467 4008 4211 4600 "
+    "4808 5299 5855 6329 7203 9609 9959 10563 10786 11420 11709 11907 13163 13697 13700 14808 15306 16410 16791 17992 19203 "
+    "19510 20724 22305 22935 27007 30109 30420 33409 34949 40283 40493 40549 47282 49146"
+)
+MULTILINGUAL_SIGNS = SIGNS + (
+    "359 503 522 542 873 893 902 918 922 931 1350 1853 1982 2460 2627 3246 3253 3268 3536 3846 3961 4183 4667 6585 6647 7273 9061 "
+    "9383 10428 10929 11938 12033 12331 12562 13793 14157 14635 15265 15618 16553 16604 18362 18956 20075 21675 22520 26130 26161 "
+    "26435 28279 29464 31650 32302 32470 36865 42863 47425 49870 50254"
+)
+FIRST_MULTILINGUAL = 51_865  # the smallest vocabulary with other languages than English
+
+
+def describe(path: Path) -> Found:
+    held = load_torch_file(path)
+    dims, state = (held.get("dims"), held.get("model_state_dict")) if isinstance(held, dict) else (None, None)
+    if not isinstance(dims, dict) or not isinstance(state, dict):
+        raise CheckpointError(
+            f"{path} is not OpenAI's Whisper: it has no dims and model_state_dict; weights without sizes are read from the "
+            f"folder that holds them and a config.json"
+        )
+    if not all(isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items()):
+        raise CheckpointError(f"{path} holds more than named tensors in its model_state_dict; fetch it again")
+    weights = Tensors(state)
+    config = config_of(path, {"family": "whisper", **whisper.BASE, **_read(dims)}, weights)
+    spelling = {name: name for name in state}
+    return Found(config, weights, expand(NAMES, config), spelling, _generation(config.vocab_size))
+
+
+def _read(dims: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(
+        n_mels=take(dims, "n_mels"),
+        vocab_size=take(dims, "n_vocab"),
+        d_model=same(dims, "n_audio_state", "n_text_state"),
+        n_heads=same(dims, "n_audio_head", "n_text_head"),
+        n_layers=take(dims, "n_audio_layer"),
+        n_decoder_layers=take(dims, "n_text_layer"),
+        max_source_len=take(dims, "n_audio_ctx"),
+        max_len=take(dims, "n_text_ctx"),
+    )
+
+
+def _generation(vocab_size: int) -> Generation:
+    """The special tokens, counted from the end of the vocabulary, where 1,501 times stand after them."""
+    multilingual = vocab_size >= FIRST_MULTILINGUAL
+    end = 50_257 if multilingual else 50_256
+    start, plain = end + 1, vocab_size - 1502
+    translate, transcribe, of_model, previous, silence = range(plain - 5, plain)
+    if plain - 6 <= start:  # not OpenAI's vocabulary: a made-up model, for a test
+        return Generation()
+    signs = MULTILINGUAL_SIGNS if multilingual else ENGLISH_SIGNS
+    return Generation(
+        bos=end,
+        eos=(end,),
+        pad=end,
+        decoder_start=start,
+        forced_start=(None, transcribe, plain) if multilingual else (plain,),
+        suppress=(*map(int, signs.split()), start, translate, transcribe, of_model, previous, silence),
+        begin_suppress=(220, end),  # a space, or nothing at all
+    )

@@ -1,0 +1,107 @@
+"""Sound for Whisper: files read as mono at 16,000 samples a second, and its log-mel picture of 30 seconds."""
+
+from __future__ import annotations
+
+import math
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from clearhead.errors import InputError, MissingExtraError
+
+RATE = 16_000
+SECONDS = 30  # what Whisper hears at once
+N_FFT, HOP = 400, 160  # 25 ms every 10 ms
+BLOCK = 2**18  # samples read, and computed, at once
+
+# The resampling filter: 64 zero crossings on either side in a Kaiser window of 9. What lies below 91% of half the smaller rate
+# passes within 0.01 dB; of what lies above that half, less than -80 dB is left.
+ZEROS, BETA, ROLLOFF = 64, 9.0, 0.96
+
+
+def load_audio(source: str | Path | BytesIO, rate: int = RATE) -> Float[Tensor, " n"]:
+    """A sound file (wav, flac, ogg, mp3) as numbers from -1 to 1: channels averaged, resampled to `rate`."""
+    try:
+        import soundfile
+    except (ImportError, OSError):  # OSError: the package is there, libsndfile is not
+        raise MissingExtraError(
+            "sound files need soundfile, which is missing; pip install 'clearhead[audio]'"
+        ) from None
+    name = source if isinstance(source, str | Path) else "the input"
+    if isinstance(source, str | Path) and not Path(source).is_file():
+        raise InputError(f"there is no sound file {str(source)!r}; is the path right?")
+    try:
+        with soundfile.SoundFile(source) as file:
+            # Block by block: a damaged header may announce more samples than any memory holds.
+            blocks = [block.mean(1) for block in file.blocks(BLOCK, dtype="float32", always_2d=True)]
+            found = int(file.samplerate)
+    except (soundfile.SoundFileError, RuntimeError, ValueError, TypeError) as error:
+        raise InputError(f"{name} is no sound file that can be read ({error}); convert it to wav or flac") from None
+    sound = torch.from_numpy(np.concatenate([*blocks, np.zeros(0, np.float32)]))
+    if len(sound) == 0:
+        raise InputError(f"{name} holds no sound: 0 samples; record or convert it again")
+    return resample(sound, found, rate)
+
+
+def resample(sound: Float[Tensor, " n"], source: int, target: int = RATE) -> Float[Tensor, " m"]:
+    """The same sound at another rate: ceil(n target / source) samples, what the new rate can not hold filtered out.
+
+    Each new sample is a weighted sum of the old ones around it. The weights, a sinc in a Kaiser window, depend only on where
+    between two old samples it falls; there are at most `target` such places, so their weights are made once (a polyphase filter).
+    """
+    if source < 1 or target < 1:
+        raise InputError(f"rates are samples a second, above 0; got {source} and {target}; 16000 and 44100 are usual")
+    divisor = math.gcd(source, target)
+    down, up = source // divisor, target // divisor
+    if down == up:
+        return sound
+    cutoff = ROLLOFF * min(1.0, up / down)  # in halves of the old rate
+    reach = math.ceil(ZEROS / cutoff)
+    # New sample j stands at old place j down / up: `reach` samples before it, `reach` after it.
+    place = torch.arange(up, dtype=torch.float64) * down / up
+    offset = torch.arange(-reach, reach + 1) - (place - place.floor())[:, None]
+    window = torch.special.i0(BETA * (1 - (offset / (reach + 1)) ** 2).clamp(min=0).sqrt()) / torch.special.i0(
+        torch.tensor(BETA, dtype=torch.float64)
+    )
+    weights = cutoff * torch.sinc(cutoff * offset) * window
+    weights = (weights / weights.sum(1, keepdim=True)).to(sound.dtype)  # a constant stays exactly that
+    around = F.pad(sound, (reach, reach + 1)).unfold(0, 2 * reach + 1, 1)
+    count = -(-len(sound) * up // down)
+    step = max(1, BLOCK // 8)
+    parts = [torch.arange(first, min(first + step, count)) for first in range(0, count, step)]
+    return torch.cat([torch.einsum("ij,ij->i", around[j * down // up], weights[j % up]) for j in parts])
+
+
+def log_mel(sound: Float[Tensor, " n"], n_mels: int = 80, seconds: float = SECONDS) -> Float[Tensor, "m frames"]:
+    """Whisper's input: the energy of `n_mels` bands every 10 ms, as a logarithm, for exactly `seconds` of sound.
+
+    Shorter sound is followed by silence, longer is cut, as OpenAI does (Radford et al. 2022, section 2.2): the last
+    8 powers of ten below the loudest are kept, and the result is scaled to about -1 .. 1.
+    """
+    length = round(seconds * RATE)
+    sound = F.pad(sound[:length].float(), (0, max(0, length - len(sound))))
+    window = torch.hann_window(N_FFT, device=sound.device)
+    spectrum = torch.stft(sound, N_FFT, HOP, window=window, return_complex=True)[:, :-1].abs() ** 2
+    mels = mel_filters(n_mels).to(sound.device) @ spectrum
+    logs = mels.clamp(min=1e-10).log10()
+    return (torch.maximum(logs, logs.max() - 8.0) + 4.0) / 4.0
+
+
+def mel_filters(n_mels: int, rate: int = RATE, n_fft: int = N_FFT) -> Float[Tensor, "m bins"]:
+    """Triangles over the spectrum, evenly spaced on Slaney's mel scale, each of the same area.
+
+    The scale is linear up to 1,000 Hz (15 mel) and logarithmic above: 27 mel for a factor of 6.4.
+    """
+    step = math.log(6.4) / 27
+    top = 15 + math.log(rate / 2 / 1000) / step
+    mels = torch.linspace(0, top, n_mels + 2, dtype=torch.float64)
+    edges = torch.where(mels < 15, mels * 200 / 3, 1000 * torch.exp(step * (mels - 15)))
+    bins = torch.linspace(0, rate / 2, n_fft // 2 + 1, dtype=torch.float64)
+    low, middle, high = edges[:-2, None], edges[1:-1, None], edges[2:, None]
+    rise, fall = (bins - low) / (middle - low), (high - bins) / (high - middle)
+    return (torch.minimum(rise, fall).clamp(min=0) * 2 / (high - low)).float()

@@ -1,0 +1,64 @@
+"""What the tests of encoder-decoders share, beside `compare`: greedy decoding by hand, files of other times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from clearhead.models import EncoderDecoder
+
+
+def aligned(model: Any) -> Any:
+    """Their model with its weights copied to memory of its own.
+
+    transformers maps the file, where a tensor may start at any address; for such ones torch takes other kernels, which round
+    otherwise.
+    """
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.data = tensor.data.clone()
+    return model
+
+
+def writes(make: Callable[[int], Any], **inputs: Any) -> tuple[Any, Tensor]:
+    """The first of several models of theirs, by seed, that does not just repeat itself, and ten tokens that it writes."""
+    for seed in range(30):
+        theirs = make(seed)
+        text = theirs.generate(**inputs, max_new_tokens=10, min_new_tokens=10, do_sample=False, num_beams=1)[:, -10:]
+        if len(text.unique()) > 4:
+            return theirs, text
+    raise AssertionError("every model writes the same few tokens over and over: change the weights")
+
+
+@torch.no_grad()
+def greedy(model: EncoderDecoder, source: Tensor, mask: Tensor | None = None, *, steps: int = 10) -> Tensor:
+    """`steps` tokens, one by one with the cache, as the model's generation defaults say; the end only where it is forced.
+
+    The same as transformers' generate with max_new_tokens = min_new_tokens = `steps`.
+    """
+    told = model.generation
+    assert told.decoder_start is not None
+    start = [told.decoder_start, *(token for token in told.forced_start if token is not None)]
+    cache = model.new_cache(batch=len(source), max_len=len(start) + steps)
+    logits = model(source, torch.tensor([start] * len(source)), mask, cache=cache)[:, -1]
+    written: list[Tensor] = []
+    for step in range(steps):
+        never = {*told.suppress, *told.eos, *(told.begin_suppress if step == 0 else ())}
+        logits[:, sorted(never)] = -torch.inf
+        chosen = logits.argmax(-1)
+        if step == steps - 1 and told.forced_eos is not None:
+            chosen = torch.full_like(chosen, told.forced_eos)
+        written.append(chosen)
+        logits = model(None, chosen[:, None], cache=cache)[:, -1]
+    return torch.stack(written, 1)
+
+
+def to_bin(folder: Path, **more: Tensor) -> None:
+    """A saved model's weights as an old pytorch_model.bin, which held tied and computed tensors too."""
+    state = load_file(folder / "model.safetensors")
+    torch.save({**state, **more}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
