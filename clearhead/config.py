@@ -161,8 +161,17 @@ class Config:
     def _check_sizes(self) -> None:
         for name in ("n_kv_heads", "d_head", "d_ff", "max_len", "max_source_len", "n_channels", "n_mels"):
             self._at_least(name, 1)
-        for name in ("window", "n_segments", "n_classes", "vocab_size", "source_vocab_size"):
+        for name in ("window", "n_segments", "n_classes", "vocab_size", "source_vocab_size", "n_decoder_layers"):
             self._at_least(name, 0)
+        self._at_least("rotary_original_len", 1)
+        if self.n_decoder_layers and self.shape != "encoder-decoder":
+            raise ConfigError(
+                f"n_decoder_layers={self.n_decoder_layers} is for shape='encoder-decoder'; got shape={self.shape!r}; use n_layers"
+            )
+        if self.n_segments and self.shape != "encoder":
+            raise ConfigError(
+                f"n_segments={self.n_segments} is for shape='encoder'; got shape={self.shape!r}; leave it out"
+            )
         if self.n_heads % self.n_kv_heads:
             raise ConfigError(
                 f"n_heads={self.n_heads} does not split into n_kv_heads={self.n_kv_heads} equal groups; "
@@ -170,7 +179,12 @@ class Config:
             )
         if self.positions == "rotary" and self.d_head % 2:
             raise ConfigError(f"rotary positions turn pairs, and d_head={self.d_head} is odd; take {self.d_head + 1}")
-        if self.positions == "sinusoidal" and self.d_model % 2:
+        if self.rotary_scaling == "llama3" and self.rotary_low >= self.rotary_high:
+            raise ConfigError(
+                f"rotary_low={self.rotary_low} must be below rotary_high={self.rotary_high}; LLaMA 3 has 1.0 and 4.0"
+            )
+        # Whisper's encoder holds sinusoids too, in its table.
+        if (self.positions == "sinusoidal" or self.inputs == "frames") and self.d_model % 2:
             raise ConfigError(
                 f"sinusoidal positions come in pairs, and d_model={self.d_model} is odd; take {self.d_model + 1}"
             )

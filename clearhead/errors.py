@@ -27,7 +27,7 @@ class MissingExtraError(ClearheadError):
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """The end of an error message: the nearest valid choice, or all of them where none is near."""
+    """The end of an error message: the nearest valid choice, or what there is where none is near."""
     choices = sorted(choices)
-    near = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"choose one of: {', '.join(choices)}"
+    near = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else f"choose one of: {', '.join(choices[:60])}"

@@ -2,7 +2,7 @@
 Hugging Face's. May import: errors, config, layers, models, families.
 """
 
-from clearhead.checkpoint.load import load
-from clearhead.checkpoint.save import save
+from clearhead.checkpoint.loading import load
+from clearhead.checkpoint.saving import save
 
 __all__ = ["load", "save"]

@@ -7,15 +7,14 @@ import time
 from rich.console import Console
 from rich.table import Table
 
+from clearhead.cli.console import wide_console
+
 SENTENCE = ["the", "cat", "sat", "on", "the", "mat", "because", "it", "was", "very", "tired"]
 
 
 def run() -> None:
     """Build every family from the one core, run it, and draw what attention looks at."""
-    console = Console()
-    # A pipe has no width to fit, and a log no colours to lose: the pictures keep theirs only on a terminal.
-    if not console.is_terminal:
-        console = Console(width=120)
+    console = wide_console()
     _families(console)
     _pictures(console)
     console.print(

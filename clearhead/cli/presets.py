@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from clearhead.cli.console import wide_console
 from clearhead.config import Config
 from clearhead.costs.parameters import count_parameters
 from clearhead.errors import ConfigError, did_you_mean
@@ -23,13 +23,11 @@ def run(
         raise ConfigError(f"there is no family {family!r}; {did_you_mean(family, PAGES)}")
     configs = {name: preset(name) for name in presets()}
     table = preset_table({n: c for n, c in configs.items() if family in (None, c.family)})
-    console = Console()
-    # A pipe has no width to fit: the table keeps its own.
-    console.print(table, width=None if console.is_terminal else 120)
+    wide_console().print(table)
 
 
 def preset_table(configs: dict[str, Config]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for heading in ("name", "family", "shape"):
         table.add_column(heading, no_wrap=True)
     for heading in ("layers", "width", "heads", "parameters"):

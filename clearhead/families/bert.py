@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from clearhead.config import Config
 from clearhead.errors import CheckpointError
 from clearhead.families.reading import (
@@ -124,8 +121,10 @@ def write(config: Config) -> dict[str, Any]:
     )
 
 
-def added(config: Config) -> dict[str, Tensor]:
+def added(config: Config) -> dict[str, Any]:
     """The bias that an untied head does not use (see `_token_head`)."""
+    import torch
+
     unused = config.head == "tokens" and not config.tie_embeddings
     return {"cls.predictions.bias": torch.zeros(config.vocab_size)} if unused else {}
 

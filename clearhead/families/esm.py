@@ -9,14 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from clearhead.config import Config
 from clearhead.errors import CheckpointError
 from clearhead.families.bert import norm
 from clearhead.families.reading import Keys, Row, both, labels, refuse, refuse_to_write, take, write_labels
-from clearhead.layers.positions import Rotary
 
 BASE: dict[str, Any] = dict(
     shape="encoder",
@@ -75,6 +71,10 @@ def read(theirs: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
 
 def _read_precision(keys: Keys, *, d_head: int, base: float) -> str:
     """To what the stored frequencies are rounded. transformers computes with what is stored, so must we."""
+    import torch
+
+    from clearhead.layers.positions import Rotary
+
     stored = [keys.tensor(key).float() for key in keys if key.endswith("rotary_embeddings.inv_freq")]
     if not stored:
         return "float32"
@@ -136,8 +136,12 @@ def write(config: Config) -> dict[str, Any]:
     )
 
 
-def added(config: Config) -> dict[str, Tensor]:
+def added(config: Config) -> dict[str, Any]:
     """The frequencies, which this layout stores in each layer, and a contact head that knows nothing yet."""
+    import torch
+
+    from clearhead.layers.positions import Rotary
+
     rotary = Rotary(d_head=config.d_head, base=config.rotary_base, precision=config.rotary_precision)
     return {
         **{

