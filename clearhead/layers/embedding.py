@@ -13,6 +13,21 @@ from clearhead.errors import ConfigError, InputError, did_you_mean
 from clearhead.layers.feedforward import ACTIVATIONS
 
 
+def check_ids(ids: Tensor, shape: tuple[int, ...], limit: int, what: str, of: str) -> Tensor:
+    """Refuse ids that name nothing. Those on a GPU are not looked at: the CPU would have to wait for them at each step."""
+    if tuple(ids.shape) != shape or ids.dtype not in (torch.int64, torch.int32):
+        raise InputError(
+            f"{what} are whole numbers of shape {shape}; got {ids.dtype} of shape {tuple(ids.shape)}; one a token"
+        )
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= limit:
+            raise InputError(
+                f"{what} must be 0 .. {limit - 1} ({of}={limit}); got {low} .. {high}; is this the model's own tokenizer?"
+            )
+    return ids
+
+
 class TokenEmbedding(nn.Embedding):
     """One vector a token; times sqrt(d_model) where the family does so (section 3.4)."""
 
@@ -25,7 +40,7 @@ class TokenEmbedding(nn.Embedding):
         return x if self.factor == 1.0 else x * self.factor
 
     def check(self, tokens: Tensor) -> Tensor:
-        """Refuse what is no batch of ids. Ids on a GPU are not looked at: that would make the CPU wait at each step."""
+        """Refuse what is no batch of ids."""
         if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
             raise InputError(
                 f"tokens are whole numbers of shape (batch, length); got {tokens.dtype} of shape {tuple(tokens.shape)}; "
@@ -35,14 +50,7 @@ class TokenEmbedding(nn.Embedding):
             raise InputError(
                 f"tokens of shape {tuple(tokens.shape)} hold no token; give at least one, such as the bos id"
             )
-        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
-            low, high = int(tokens.min()), int(tokens.max())
-            if low < 0 or high >= self.num_embeddings:
-                raise InputError(
-                    f"token ids must be 0 .. {self.num_embeddings - 1} (vocab_size={self.num_embeddings}); got {low} .. {high}; "
-                    f"is this the model's own tokenizer?"
-                )
-        return tokens
+        return check_ids(tokens, tuple(tokens.shape), self.num_embeddings, "token ids", "vocab_size")
 
 
 class PatchEmbedding(nn.Module):
@@ -56,9 +64,10 @@ class PatchEmbedding(nn.Module):
 
     def forward(self, pictures: Float[Tensor, "B c h w"]) -> Float[Tensor, "B P D"]:
         wanted = (self.n_channels, self.image_size, self.image_size)
-        if pictures.ndim != 4 or tuple(pictures.shape[1:]) != wanted:
+        if pictures.ndim != 4 or tuple(pictures.shape[1:]) != wanted or not pictures.is_floating_point():
             raise InputError(
-                f"pictures have shape (batch, {', '.join(map(str, wanted))}); got {tuple(pictures.shape)}; resize them first"
+                f"pictures are real numbers of shape (batch, {', '.join(map(str, wanted))}); got {pictures.dtype} of shape "
+                f"{tuple(pictures.shape)}; resize them first, to numbers near 0"
             )
         patches = self.projection(pictures).flatten(2).transpose(1, 2)
         return torch.cat([self.class_token.expand(len(patches), 1, -1), patches], 1)
@@ -74,7 +83,7 @@ class FrameEmbedding(nn.Module):
         self.conv2 = nn.Conv1d(d_model, d_model, kernel_size=3, stride=2, padding=1)
 
     def forward(self, frames: Float[Tensor, "B m n"]) -> Float[Tensor, "B S D"]:
-        if frames.ndim != 3 or frames.shape[1] != self.n_mels:
+        if frames.ndim != 3 or frames.shape[1] != self.n_mels or frames.shape[2] == 0 or not frames.is_floating_point():
             raise InputError(
                 f"sound has shape (batch, {self.n_mels} mel bands, frames); got {tuple(frames.shape)}; is the axis order right?"
             )

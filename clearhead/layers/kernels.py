@@ -142,30 +142,20 @@ def check_mask(mask: object) -> Mask:
     if not isinstance(mask, Mask):
         got = f"{mask.dtype} tensor" if isinstance(mask, Tensor) else type(mask).__name__
         raise InputError(
-            f"attend takes a Mask (True = may attend), got a {got}; "
+            f"as a mask, attention takes a Mask (True = may attend), got a {got}; "
             f"make one with causal(), window(n), padding(real), documents(ids), combined with &"
         )
     return mask
 
 
 def check_fit(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
-    """Refuse what would broadcast into nonsense: heads that do not group, masks of another length or batch."""
+    """Refuse what would broadcast into nonsense."""
     if q.shape[1] % k.shape[1] or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
         raise InputError(
             f"q, k and v must share batch and head width, and q's heads be a multiple of k's; got q {tuple(q.shape)}, "
             f"k {tuple(k.shape)}, v {tuple(v.shape)}; each is (batch, heads, length, width)"
         )
-    T, S = q.shape[2], k.shape[2]
-    for name, told, length in [("queries", mask.queries, T), *(("keys", t, S) for t in (mask.keys, *mask.documents))]:
-        if told is not None and (told.shape[1] != length or told.shape[0] not in (1, q.shape[0])):
-            raise InputError(
-                f"the mask speaks of {tuple(told.shape)} {name}, but there are {(q.shape[0], length)} (batch, length); "
-                f"make it from tensors of that shape"
-            )
-    if mask.documents and T > S:
-        raise InputError(
-            f"documents need queries that are among the keys; got {T} queries and {S} keys; use padding instead"
-        )
+    mask.check(q.shape[0], q.shape[2], k.shape[2])
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None, scale: float, dropout: float) -> Tensor:

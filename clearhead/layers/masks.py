@@ -64,6 +64,22 @@ class Mask:
         """Whether keys stand in the order of their index, none absent: then parts can be cut out by index alone."""
         return self.keys is None and self.queries is None
 
+    def check(self, B: int, T: int, S: int) -> None:
+        """Refuse to speak of other queries and keys than there are."""
+        for name, told, length in [
+            ("queries", self.queries, T),
+            *(("keys", t, S) for t in (self.keys, *self.documents)),
+        ]:
+            if told is not None and (told.shape[1] != length or told.shape[0] not in (1, B)):
+                raise InputError(
+                    f"the mask speaks of {tuple(told.shape)} {name}, but there are {(B, length)} (batch, length); "
+                    f"make it from tensors of that shape"
+                )
+        if self.documents and T > S:
+            raise InputError(
+                f"documents need queries that are among the keys; got {T} queries and {S} keys; use padding"
+            )
+
     def simplify(self, T: int, S: int) -> Mask:
         """The same mask without the facts that forbid nothing at this size."""
         if not self.is_ordered or self.dense is not None or self.blocks is not None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from clearhead.config import Config
 from clearhead.errors import InputError
-from clearhead.layers.embedding import PatchEmbedding, TokenEmbedding
+from clearhead.layers.embedding import PatchEmbedding, TokenEmbedding, TokenHead, check_ids
 from clearhead.layers.masks import ABSENT, Mask
 from clearhead.models.head import Pool, make_head
 from clearhead.models.stack import Padding, Stack
@@ -79,7 +79,12 @@ class Encoder(Stack):
             x = drop(x, tokens == self.config.dropped_token, real_of(mask))
         if self.segments is not None:
             zeros = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
-            x = x + self.segments(zeros if segments is None else segments)
+            given = (
+                None
+                if segments is None
+                else check_ids(segments, tuple(x.shape[:2]), self.config.n_segments, "segments", "n_segments")
+            )
+            x = x + self.segments(zeros if given is None else given)
         elif segments is not None:
             raise InputError("this model has no segments (n_segments=0), but segments were given; leave them out")
         return self.run(x, mask, positions=positions, checkpointing=checkpointing)
@@ -90,8 +95,11 @@ class Encoder(Stack):
 
     def project(self, states: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
         """From final states to logits over the vocabulary."""
-        assert self.head is not None
-        return self.head(states, self.tokens.weight)
+        if not isinstance(self.head, TokenHead):
+            raise InputError(
+                f"this model has head={self.config.head!r}, no vocabulary to score; build it with head='tokens'"
+            )
+        return self.head(states, self.tokens.weight if isinstance(self.tokens, TokenEmbedding) else None)
 
 
 def real_of(mask: Padding) -> Bool[Tensor, "B T"] | None:

@@ -103,6 +103,10 @@ class EncoderDecoder(nn.Module):
         checkpointing: bool = False,
     ) -> Float[Tensor, "B T D"]:
         """The decoder's final states, before the head."""
+        if memory is not None and memory.shape[0] != target.shape[0]:
+            raise InputError(
+                f"the source has {memory.shape[0]} rows, the target {target.shape[0]}; give each target its own source"
+            )
         if cache is not None:
             if memory is not None and cache.layers[0].cross is not None:
                 raise InputError(

@@ -25,7 +25,7 @@ def initialise(model: nn.Module, config: Config, seed: int) -> None:
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    for module in model.modules():
+    for place, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim == 1 and name != "class_token":
                 parameter.fill_(1.0 if name == "weight" else 0.0)
@@ -35,7 +35,9 @@ def initialise(model: nn.Module, config: Config, seed: int) -> None:
             elif isinstance(module, TokenEmbedding | nn.Embedding | Learned | RelativeBuckets):
                 _draw_table(parameter, config, generator, relative=isinstance(module, RelativeBuckets))
             else:
-                _draw(parameter, config, generator, 1.0)
+                _draw(
+                    parameter, config, generator, 1 / math.sqrt(config.d_head) if _is_unscaled(place, config) else 1.0
+                )
         for buffer in module.buffers(recurse=False):
             buffer.zero_()
     for name, parameter in model.named_parameters():
@@ -47,11 +49,11 @@ def initialise(model: nn.Module, config: Config, seed: int) -> None:
 
 def _is_unscaled(part: str, config: Config) -> bool:
     """T5 does not divide scores by sqrt(d_head); its queries start smaller by that factor instead."""
-    return part == "q_proj" and config.init == "fan_in" and config.attention_scale == 1.0
+    return part.endswith("q_proj") and config.init == "fan_in" and config.attention_scale == 1.0
 
 
 def _draw(x: Tensor, config: Config, generator: torch.Generator, factor: float) -> None:
-    if config.init == "xavier":
+    if config.init == "xavier" and x.ndim > 1:
         nn.init.xavier_uniform_(x, generator=generator)
     elif config.init == "truncated":
         nn.init.trunc_normal_(
@@ -59,7 +61,7 @@ def _draw(x: Tensor, config: Config, generator: torch.Generator, factor: float) 
         )
     else:
         fan_in = x[0].numel() if x.ndim > 1 else x.numel()
-        x.normal_(std=config.init_std if config.init == "normal" else factor / math.sqrt(fan_in), generator=generator)
+        x.normal_(std=factor / math.sqrt(fan_in) if config.init == "fan_in" else config.init_std, generator=generator)
 
 
 def _draw_table(x: Tensor, config: Config, generator: torch.Generator, *, relative: bool) -> None:

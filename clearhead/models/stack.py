@@ -18,8 +18,9 @@ from clearhead.errors import InputError
 from clearhead.layers.attention import MultiHeadAttention
 from clearhead.layers.block import Block
 from clearhead.layers.cache import Cache
+from clearhead.layers.embedding import check_ids
 from clearhead.layers.feedforward import FeedForward
-from clearhead.layers.kernels import settle
+from clearhead.layers.kernels import check_mask, settle
 from clearhead.layers.masks import Mask, check_real, padding
 from clearhead.layers.norm import make_norm
 from clearhead.layers.positions import Alibi, Learned, Positions, RelativeBuckets, Rotary, Sinusoidal, check_length
@@ -74,7 +75,7 @@ class Stack(nn.Module):
             raise InputError("checkpointing is for training and a cache for generating; got both; leave one out")
         T = x.shape[1]
         stands, mask = self._place(x, mask, cache)
-        at = stands.clamp(min=0) if positions is None else positions
+        at = stands.clamp(min=0) if positions is None else self._check_positions(positions, x)
         x = F.dropout(self.embedding_norm(self.positions.enter(x, at)), self.config.dropout, self.training)
         mask, bias = settle(
             *(mask, self.positions.bias),
@@ -95,13 +96,18 @@ class Stack(nn.Module):
             cache.advance(stands)
         return self.norm(x)
 
+    def _check_positions(self, positions: Tensor, x: Tensor) -> Tensor:
+        shape = tuple(x.shape[:2]) if positions.ndim == 2 else (x.shape[1],)
+        return check_ids(positions, shape, self.positions.max_len or 2**31, "positions", "max_len")
+
     def _place(self, x: Tensor, mask: Padding, cache: Cache | None) -> tuple[Int[Tensor, "*B T"], Mask]:
         """Where each token stands (padding counts for nothing), and what it may look at."""
         B, T = x.shape[:2]
         if isinstance(mask, Tensor):
             check_padding(mask, (B, T), whole=cache is None)
         if cache is None:
-            given = padding(mask) if isinstance(mask, Tensor) else mask or Mask()
+            given = padding(mask) if isinstance(mask, Tensor) else check_mask(mask)
+            given.check(B, T, T)
             check_length(T, self.positions)
             stands = torch.arange(T, device=x.device) if given.keys is None else given.keys
             return stands, given & Mask(causal=self.causal, window=self.config.window)
