@@ -183,7 +183,7 @@ def test_pictures_without_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     config = ViTConfig(**{**SIZES, "image_size": 12, "patch_size": 4}, num_labels=2)
     tiny(ViTForImageClassification, config).save_pretrained(tmp_path)
     monkeypatch.setitem(sys.modules, "PIL", None)
-    assert "pip install pillow" in complaint("classify", tmp_path, "x.png")
+    assert "clearhead[pictures]" in complaint("classify", tmp_path, "x.png")
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ def load_picture(source: str | Path | BytesIO, prepare: Preparation, *, n_channe
     try:
         from PIL import Image  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise MissingExtraError("pictures need Pillow, which is missing; pip install pillow") from None
+        raise MissingExtraError("pictures need Pillow, which is missing; pip install 'clearhead[pictures]'") from None
     name = source if isinstance(source, str | Path) else "the input"
     if isinstance(source, str | Path) and not Path(source).is_file():
         raise InputError(f"there is no picture {str(source)!r}; is the path right?")

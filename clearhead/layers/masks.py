@@ -70,7 +70,8 @@ class Mask:
             ("queries", self.queries, T),
             *(("keys", t, S) for t in (self.keys, *self.documents)),
         ]:
-            if told is not None and (told.shape[1] != length or told.shape[0] not in (1, B)):
+            # Written out, since `in` compares by identity first, and a compiler's symbolic sizes have none.
+            if told is not None and (told.shape[1] != length or (told.shape[0] != 1 and told.shape[0] != B)):
                 raise InputError(
                     f"the mask speaks of {tuple(told.shape)} {name}, but there are {(B, length)} (batch, length); "
                     f"make it from tensors of that shape"

@@ -7,6 +7,12 @@ import torch
 from models.tiny import FAMILIES, assert_same, inputs, run, tiny
 
 
+@pytest.fixture(autouse=True)
+def forget() -> None:
+    """Each test compiles for itself: torch remembers sizes it has seen, and makes those that change symbolic."""
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_compiled_is_eager(name: str) -> None:
     eager, compiled = (tiny(name, n_layers=1, dtype=torch.float32) for _ in range(2))
@@ -58,3 +64,17 @@ def test_one_graph_with_checkpointing() -> None:
         answer.square().mean().backward()
     for ours, theirs in zip(compiled.parameters(), eager.parameters(), strict=True):
         assert_same(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "bert", "t5", "marian"])
+def test_one_graph_serves_every_size(name: str) -> None:
+    """Sizes that are symbols, as after the first batch of another shape; masks and their checks must take them."""
+    model = tiny(name)
+    graph = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch, length, source in ((3, 11, 13), (2, 7, 5), (5, 17, 19)):
+        args = inputs(model.config, batch=batch, length=length, source=source)
+        reals = [torch.arange(x.shape[1]) >= torch.arange(batch)[:, None] for x in args]
+        masks = dict(mask=reals[0], target_mask=reals[1]) if len(args) == 2 else dict(mask=reals[0])
+        assert_same(graph(*args, **masks)[reals[-1]], model(*args, **masks)[reals[-1]])
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        graph(*args, **masks)
