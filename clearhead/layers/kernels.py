@@ -169,46 +169,66 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None, scale
     if bias is None and _is_plainly_causal(mask, T, S):
         return _sdpa(q, k, v, None, scale, dropout, causal=mask.causal)
     if not _goes_in_strips(mask, bias, T, S):
-        return _fused_strip(q, k, v, mask, bias, scale, dropout, ALL, ALL)
+        return _fused_strip(q, k, v, mask=mask, bias=bias, scale=scale, dropout=dropout)
     # Strips of queries, each with only the keys it can reach: memory grows with T, not with T^2.
     narrow = _is_narrow(mask, S)
     step = max(mask.window, 64) if narrow else max(64, WRITTEN_OUT * T // (2 * _pairs(mask, bias, T, S)))
     # The backward pass would keep every strip's mask, T^2 in all, so wide strips are computed again instead.
     again = torch.is_grad_enabled() and not narrow
+    # Narrow strips look alike but for the first and the last: one mask serves all that do.
+    shared: Shared | None = {} if narrow and not mask.documents and not isinstance(bias, Tensor) else None
     strips: list[Tensor] = []
     for start in range(0, T, step):
         rows = slice(start, min(start + step, T))
-        strip = functools.partial(
-            _fused_strip, mask=mask, bias=bias, scale=scale, dropout=dropout, rows=rows, cols=_reach(mask, rows, T, S)
-        )
+        facts = dict(mask=mask, bias=bias, rows=rows, cols=_reach(mask, rows, T, S), shared=shared)
+        strip = functools.partial(_fused_strip, scale=scale, dropout=dropout, **facts)
         strips.append(checkpoint(strip, q, k, v, use_reentrant=False) if again else strip(q, k, v))
     return torch.cat(strips, 2)
 
 
+Shared = dict[tuple[int, int, int], tuple[Tensor | None, Tensor | None]]  # by offset, rows and columns of a strip
+
+
 def _fused_strip(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    *qkv: Tensor,
     mask: Mask,
     bias: Bias | None,
     scale: float,
     dropout: float,
-    rows: slice,
-    cols: slice,
+    rows: slice = ALL,
+    cols: slice = ALL,
+    shared: Shared | None = None,
 ) -> Tensor:
-    T, S = q.shape[2], k.shape[2]
+    q, k, v = qkv
+    if shared is None:
+        pairs, empty = _lower(mask, bias, q, k.shape[2], rows, cols)
+    else:
+        alike = (rows.start - cols.start, rows.stop - rows.start, cols.stop - cols.start)
+        if alike not in shared:
+            pairs, empty = _lower(mask, bias, q, k.shape[2], rows, cols)
+            if pairs is not None and pairs.dtype == torch.bool:  # the kernel would do this anew for each strip
+                pairs = torch.zeros_like(pairs, dtype=q.dtype).masked_fill(~pairs, float("-inf"))
+            shared[alike] = pairs, empty
+        pairs, empty = shared[alike]
+    out = _sdpa(q[:, :, rows], k[:, :, cols], v[:, :, cols], pairs, scale, dropout)
+    return out if empty is None else out.masked_fill(empty, 0)
+
+
+def _lower(
+    mask: Mask, bias: Bias | None, q: Tensor, S: int, rows: slice, cols: slice
+) -> tuple[Tensor | None, Tensor | None]:
+    """What the fused kernel takes for these pairs, and which of the queries may look at nothing."""
+    T = q.shape[2]
     allowed = mask.allowed(T, S, rows, cols, q.device)
     empty = None
     # Only these can leave a row with nothing to look at; such a row looks at everything, then is zeroed.
     if allowed is not None and (mask.keys is not None or mask.documents or T > S):
         empty = ~allowed.any(-1, keepdim=True)
         allowed = allowed | empty
-    pairs = allowed
-    if bias is not None:
-        pairs = _bias_of(bias, mask, T, S, rows, cols, q.device).to(q.dtype)
-        pairs = pairs if allowed is None else pairs.masked_fill(~allowed, float("-inf"))
-    out = _sdpa(q[:, :, rows], k[:, :, cols], v[:, :, cols], pairs, scale, dropout)
-    return out if empty is None else out.masked_fill(empty, 0)
+    if bias is None:
+        return allowed, empty
+    pairs = _bias_of(bias, mask, T, S, rows, cols, q.device).to(q.dtype)
+    return pairs if allowed is None else pairs.masked_fill(~allowed, float("-inf")), empty
 
 
 def _sdpa(
