@@ -1,0 +1,95 @@
+"""One training step of a small GPT: forward, backward, AdamW. Sizes of nanoGPT's character recipe, batches of 16, float32.
+
+Before a setting is timed, all contenders get the same weights, and their losses on one batch must agree.
+"""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from gpts import Contender, Size, contenders
+from report import Table
+from timing import how_timed, in_fresh_process, interleave, ratio, spread
+
+SIZE, BATCH = Size(), 16
+
+
+def measure(options: Namespace) -> Iterator[Table]:
+    rounds = 3 if options.quick else 7
+    for compiled in (False,) if options.quick else (False, True):
+        for dropout in (0.0, 0.2):
+            yield in_fresh_process(time_setting, dropout, compiled, rounds, options.shared, options.nanogpt)
+
+
+def time_setting(dropout: float, compiled: bool, rounds: int, shared: bool, nanogpt: str | None) -> Table:
+    """All contenders in turns, with one kind of dropout, eager or compiled."""
+    warnings.filterwarnings("ignore")  # of other libraries, at each compilation
+    # Contenders share code; one that fell back to eager in silence would be timed as what it is not.
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    everyone = contenders(SIZE, dropout=dropout, nanogpt=nanogpt)
+    check_same(everyone)
+    steps = {one.name: training_step(one, compiled=compiled) for one in everyone}
+    times = interleave(steps, rounds=rounds, warmup=2, shared=shared)
+    rows: list[list[str]] = []
+    raw: dict[str, Any] = {"times": times, "ratio": {}}
+    tokens = BATCH * SIZE.max_len
+    for one in sorted(everyone, key=lambda one: one.biases):
+        ours = next(c.name for c in everyone if c.library == "clearhead" and c.biases == one.biases)
+        raw["ratio"][one.name] = ahead = ratio(times, ours, one.name)
+        rows.append(
+            [
+                one.name,
+                f"{one.n_parameters:,}",
+                f"{tokens / statistics.median(times[one.name]):,.0f}",
+                f"{1000 * statistics.median(times[one.name]):,.0f} ms",
+                f"{1000 * min(times[one.name]):,.0f} ms",
+                f"{spread(times[one.name]):.1%}",
+                "" if one.library == "clearhead" else f"{ahead:.3f}",
+            ]
+        )
+    return Table(
+        title=f"training step, {'compiled' if compiled else 'eager'}, dropout {dropout}",
+        columns=["model", "parameters", "tokens/s", "step", "best", "spread", "clearhead's speed / its"],
+        rows=rows,
+        note=f"{SIZE.n_layers} layers, {SIZE.n_heads} heads, width {SIZE.d_model}, context {SIZE.max_len}, batch {BATCH}, "
+        f"float32, fused AdamW; {how_timed(rounds, shared)}; each beside clearhead with as many biases",
+        raw=raw,
+    )
+
+
+def training_step(one: Contender, *, compiled: bool) -> Callable[[], None]:
+    one.model.train()
+    loss = torch.compile(one.loss) if compiled else one.loss
+    optimizer = torch.optim.AdamW(one.model.parameters(), lr=1e-3, fused=True)
+    tokens, targets = batch()
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss(tokens, targets).backward()
+        optimizer.step()
+
+    return step
+
+
+@torch.no_grad()
+def check_same(everyone: list[Contender]) -> None:
+    """The same weights must give the same loss, or the contenders do not do the same work."""
+    tokens, targets = batch()
+    losses = {one.name: float(one.model.eval() and one.loss(tokens, targets)) for one in everyone}
+    first = next(iter(losses.values()))
+    # float32, six layers, a loss near 4: only the order of summation differs
+    if any(abs(loss - first) > 1e-4 for loss in losses.values()):
+        raise SystemExit(
+            f"the contenders disagree on one batch's loss, so comparing their speed means nothing: {losses}"
+        )
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(0, SIZE.vocab_size, (BATCH, SIZE.max_len + 1), generator=generator)
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
