@@ -27,7 +27,10 @@ _LANGUAGES = (
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer in a directory or a file, in any format of the table below; tokenizer.json first."""
+    """The tokenizer in a directory or a file, in any format of the table below; tokenizer.json first.
+
+    For a file of weights without one inside (llama2.c's .bin, Whisper's .pt), the tokenizer that lies beside it.
+    """
     path = Path(path)
     folder = path if path.is_dir() else path.parent
     if not path.exists():
@@ -36,6 +39,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         found = sorted(folder.glob(pattern)) if path.is_dir() else [path] if path.match(pattern) else []
         if found and all((folder / other).is_file() for other in others):
             return reader(found[0])
+    if path.is_file() and path.suffix in (".bin", ".pt", ".safetensors"):
+        return load_tokenizer(folder)
     names = sorted(entry.name for entry in folder.iterdir())[:8] if path.is_dir() else [path.name]
     raise CheckpointError(
         f"no tokenizer is known by these names: {', '.join(names) or 'an empty directory'} ({path}); "

@@ -139,7 +139,9 @@ for attempt in range(20):
 @pytest.mark.parametrize("shard_bytes", [2**30, 2**20])
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_or_none(tmp_path: Path, shard_bytes: int) -> None:
     """A process that saves two models in turn is killed at 20 moments: what is there is one of them, or refuses to load."""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", SAVER, str(tmp_path), str(shard_bytes)], check=True, timeout=300)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SAVER, str(tmp_path), str(shard_bytes)], check=True, timeout=300
+    )
     config = ch.preset("gpt2", n_layers=2, d_model=128, n_heads=2, vocab_size=5000, max_len=17)
     models = [ch.build(config, seed=seed) for seed in (0, 1)]
     whole = 0

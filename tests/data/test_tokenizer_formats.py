@@ -197,6 +197,8 @@ def test_stories260k() -> None:
     for text in (story, *TEXTS):
         assert ours.encode(text) == [1, *encode_by_score(text, pieces)]
         assert ours.decode(ours.encode(text)) == text
+    beside = load_tokenizer(path.with_name("stories260K.bin"))  # the weights: their tokenizer lies beside them
+    assert beside.encode(story) == ours.encode(story)
 
 
 def test_gpt2_itself() -> None:
