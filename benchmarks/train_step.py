@@ -36,7 +36,7 @@ def time_setting(dropout: float, compiled: bool, rounds: int, shared: bool, nano
     steps = {one.name: training_step(one, compiled=compiled) for one in everyone}
     times = interleave(steps, rounds=rounds, warmup=2, shared=shared)
     rows: list[list[str]] = []
-    raw: dict[str, Any] = {"times": times, "ratio": {}}
+    raw: dict[str, Any] = {"times": times, "ratio": {}, "parameters": {one.name: one.n_parameters for one in everyone}}
     tokens = BATCH * SIZE.max_len
     for one in sorted(everyone, key=lambda one: one.biases):
         ours = next(c.name for c in everyone if c.library == "clearhead" and c.biases == one.biases)
@@ -44,20 +44,20 @@ def time_setting(dropout: float, compiled: bool, rounds: int, shared: bool, nano
         rows.append(
             [
                 one.name,
-                f"{one.n_parameters:,}",
                 f"{tokens / statistics.median(times[one.name]):,.0f}",
                 f"{1000 * statistics.median(times[one.name]):,.0f} ms",
                 f"{1000 * min(times[one.name]):,.0f} ms",
                 f"{spread(times[one.name]):.1%}",
-                "" if one.library == "clearhead" else f"{ahead:.3f}",
+                "" if one.library == "clearhead" else f"{ahead:.3f} x",
             ]
         )
     return Table(
         title=f"training step, {'compiled' if compiled else 'eager'}, dropout {dropout}",
-        columns=["model", "parameters", "tokens/s", "step", "best", "spread", "clearhead's speed / its"],
+        columns=["model", "tokens/s", "step", "best", "spread", "clearhead is"],
         rows=rows,
         note=f"{SIZE.n_layers} layers, {SIZE.n_heads} heads, width {SIZE.d_model}, context {SIZE.max_len}, batch {BATCH}, "
-        f"float32, fused AdamW; {how_timed(rounds, shared)}; each beside clearhead with as many biases",
+        f"float32, fused AdamW; {how_timed(rounds, shared)}; last column: clearhead's "
+        f"speed, with as many biases, over this one's",
         raw=raw,
     )
 
