@@ -16,6 +16,7 @@ from clearhead.version import __version__
 if TYPE_CHECKING:
     from clearhead.checkpoint import load, save
     from clearhead.config import Config
+    from clearhead.costs import cost
     from clearhead.data import load_tokenizer, train_tokenizer
     from clearhead.errors import (
         CheckpointError,
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
         MissingExtraError,
     )
     from clearhead.families import preset, presets
+    from clearhead.generation import generate, translate
     from clearhead.inside import probe
     from clearhead.models import Decoder, Encoder, EncoderDecoder, build
+    from clearhead.training import Recipe, find_recipe, train
 
 # Each public name, and the room it lives in.
 _ROOMS = {
@@ -47,6 +50,12 @@ _ROOMS = {
     "preset": "families",
     "presets": "families",
     "probe": "inside",
+    "cost": "costs",
+    "generate": "generation",
+    "translate": "generation",
+    "Recipe": "training",
+    "find_recipe": "training",
+    "train": "training",
 }
 
 __all__ = [
@@ -59,15 +68,21 @@ __all__ = [
     "EncoderDecoder",
     "InputError",
     "MissingExtraError",
+    "Recipe",
     "__version__",
     "build",
+    "cost",
+    "find_recipe",
+    "generate",
     "load",
     "load_tokenizer",
     "preset",
     "presets",
     "probe",
     "save",
+    "train",
     "train_tokenizer",
+    "translate",
 ]
 
 

@@ -20,15 +20,21 @@ PUBLIC = [
     "EncoderDecoder",
     "InputError",
     "MissingExtraError",
+    "Recipe",
     "__version__",
     "build",
+    "cost",
+    "find_recipe",
+    "generate",
     "load",
     "load_tokenizer",
     "preset",
     "presets",
     "probe",
     "save",
+    "train",
     "train_tokenizer",
+    "translate",
 ]
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from clearhead.cli import classify, demo, embed, presets, transcribe
+from clearhead.cli import classify, demo, embed, presets, train, transcribe
 from clearhead.errors import ClearheadError
 from clearhead.version import __version__
 
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 app.command("presets")(presets.run)
 app.command("demo")(demo.run)
+app.command("train")(train.run)
 app.command("embed")(embed.run)
 app.command("classify")(classify.run)
 app.command("transcribe")(transcribe.run)

@@ -20,6 +20,22 @@ def count_parameters(config: Config) -> dict[str, int]:
     }
 
 
+def count_matrices(config: Config) -> dict[str, int]:
+    """Numbers in the matrices and convolutions that what passes is multiplied with; a tied head's are the embedding's."""
+    c = config
+    encoder, decoder = _layers(c)
+    layers, crosses = encoder + decoder, decoder if c.shape == "encoder-decoder" else 0
+    entry = {"tokens": 0, "patches": c.n_channels * c.patch_size**2, "frames": 3 * (c.n_mels + c.d_model)}[c.inputs]
+    head = {"tokens": c.vocab_size, "classes": c.n_classes, "none": 0}[c.head]
+    dense = c.head_transform if c.head == "tokens" else c.pooler and c.head == "classes"
+    return {
+        "embedding": entry * c.d_model,
+        "attention": (layers + crosses) * 2 * c.d_model * (c.n_heads + c.n_kv_heads) * c.d_head,
+        "feedforward": layers * (3 if c.gated else 2) * c.d_model * c.d_ff,
+        "head": (head + (c.d_model if dense else 0)) * c.d_model,
+    }
+
+
 def _layers(c: Config) -> tuple[int, int]:
     match c.shape:
         case "encoder":

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from clearhead.errors import CheckpointError, InputError, MissingExtraError
@@ -64,6 +64,15 @@ def _crop(told: Any) -> tuple[int, int]:
 
 def load_picture(source: str | Path | BytesIO, prepare: Preparation, *, n_channels: int = 3) -> Float[Tensor, "c h w"]:
     """A picture file as a tensor, ready for a model."""
+    x = torch.from_numpy(read_picture(source, prepare, n_channels=n_channels)).float() * prepare.scale
+    mean, std = (torch.tensor(values)[:, None, None] for values in (prepare.mean, prepare.std))
+    return (x - mean) / std
+
+
+def read_picture(
+    source: str | Path | BytesIO, prepare: Preparation, *, n_channels: int = 3
+) -> UInt8[np.ndarray, "c h w"]:
+    """A picture file resized and cropped as `prepare` says, but not yet scaled: numbers from 0 to 255."""
     try:
         from PIL import Image  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -88,10 +97,8 @@ def load_picture(source: str | Path | BytesIO, prepare: Preparation, *, n_channe
         picture = picture.resize((size[1], size[0]), Image.Resampling(prepare.resample))
     if prepare.crop is not None:
         picture = _middle(picture, prepare.crop)
-    x = torch.from_numpy(np.array(picture, dtype=np.float32)) * prepare.scale
-    x = x[None] if x.ndim == 2 else x.movedim(-1, 0)
-    mean, std = (torch.tensor(values)[:, None, None] for values in (prepare.mean, prepare.std))
-    return (x - mean) / std
+    x = np.array(picture, dtype=np.uint8)
+    return x[None] if x.ndim == 2 else np.ascontiguousarray(np.moveaxis(x, -1, 0))
 
 
 def _middle(picture: Any, size: tuple[int, int]) -> Any:

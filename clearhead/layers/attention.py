@@ -9,6 +9,7 @@ from clearhead.layers.cache import LayerCache
 from clearhead.layers.kernels import attend
 from clearhead.layers.linear import FusedLinear, save_apart
 from clearhead.layers.masks import Mask
+from clearhead.layers.norm import RMSNorm
 from clearhead.layers.positions import Angles, Bias, rotate
 
 
@@ -64,8 +65,8 @@ class MultiHeadAttention(nn.Module):
         else:
             self.qkv = FusedLinear(d_model, {"q_proj": d_q, "k_proj": d_kv, "v_proj": d_kv}, bias=biased)
             save_apart(self, "qkv")
-        self.q_norm = nn.RMSNorm(self.d_head, eps=1e-6) if qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.d_head, eps=1e-6) if qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(self.d_head, eps=1e-6) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.d_head, eps=1e-6) if qk_norm else nn.Identity()
         self.heads = Attend(scale=scale, dropout=dropout, kernel=kernel)
         self.o_proj = nn.Linear(d_q, d_model, bias="o" in bias)
 

@@ -125,10 +125,16 @@ class TokenHead(nn.Module):
     def forward(
         self, x: Float[Tensor, "B T D"], embedding: Float[Tensor, "V D"] | None = None
     ) -> Float[Tensor, "B T V"]:
+        return F.linear(*self.parts(x, embedding))
+
+    def parts(
+        self, x: Float[Tensor, "B T D"], embedding: Float[Tensor, "V D"] | None = None
+    ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "V D"], Float[Tensor, "V"] | None]:
+        """What goes into the last product, for a loss that never holds all its results."""
         if self.activation is not None:
             x = self.norm(ACTIVATIONS[self.activation](self.dense(x)))
         if self.scale != 1.0:
             x = x * self.scale
         weight = embedding if self.weight is None else self.weight
         assert weight is not None, "a tied head is called with the embedding's weight"
-        return F.linear(x, weight, self.bias)
+        return x, weight, self.bias

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from clearhead.errors import ConfigError, did_you_mean
 
@@ -13,8 +15,15 @@ def make_norm(kind: str, width: int, *, eps: float = 1e-5, bias: bool = True) ->
         case "layer":
             return nn.LayerNorm(width, eps=eps, bias=bias)
         case "rms":
-            return nn.RMSNorm(width, eps=eps)
+            return RMSNorm(width, eps=eps)
         case "none":
             return nn.Identity()
         case _:
             raise ConfigError(f"norm={kind!r} is not known; {did_you_mean(kind, ['layer', 'rms', 'none'])}")
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's, with the weight in the input's type: under autocast they differ, and torch then leaves its fused kernel."""
+
+    def forward(self, x: Float[Tensor, "*_ d"]) -> Float[Tensor, "*_ d"]:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)

@@ -1,0 +1,118 @@
+"""A training run in the terminal: a bar while it runs, a line for each evaluation, everything else said once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from clearhead.training.loop import Result
+from clearhead.training.show import Row, Show
+
+PERCENT = ("accuracy", "exact", "utilisation")
+NAMES = {"bits_per_byte": "bits/byte", "bleu": "BLEU", "chrf": "chrF", "exact": "exact match"}
+HIDDEN = ("step", "kind", "samples")
+
+
+class Display(Show):
+    """Draws to a terminal; into a pipe it writes plain lines, one for each logged step."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        self.bars = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self.steps: Any = None
+
+    def __enter__(self) -> Display:
+        self.bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bars.stop()
+
+    def say(self, text: str, style: str = "") -> None:
+        self.console.print(Text(text, style=style))
+
+    def note(self, text: str) -> None:
+        self.say(text, "yellow")
+
+    def progress(self, title: str) -> Callable[[int, int], None]:
+        bar = self.bars.add_task(title, total=None, text="", visible=False)
+
+        def move(done: int, total: int) -> None:
+            self.bars.update(bar, completed=done, total=total, visible=done < total)
+
+        return move
+
+    def begin(self, summary: dict[str, str], step: int, steps: int) -> None:
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        for name, value in summary.items():
+            table.add_row(Text(name, style="bold"), Text(value))
+        self.console.print(table)
+        if step:
+            self.say(f"going on from step {step:,}", "bold")
+        self.console.print()
+        self.steps = self.bars.add_task("training", total=steps, completed=step, text="")
+
+    def step(self, row: Row) -> None:
+        text = f"loss {row['loss']:.4f}, {row['tokens_per_second']:,.0f} tokens/s, {row['utilisation']:.0%} of the machine's peak"
+        if self.bars.disable:
+            self.say(f"step {row['step']:,}: {text}, {row['seconds']:.0f} s")
+        else:
+            self.bars.update(self.steps, completed=row["step"], text=text)
+
+    def evaluated(self, row: Row) -> None:
+        self.say(f"step {row['step']:,}, held out: {spell_metrics(row)}", "bold")
+        if row.get("samples"):
+            one = row["samples"][0]
+            self.say(f"  {short(one['input'])} -> {short(one['output'])}", "dim")
+
+    def end(self) -> None:
+        if self.steps is not None:
+            self.bars.update(self.steps, visible=False)
+
+    def finish(self, result: Result) -> None:
+        if not result.metrics.get("kind"):
+            return
+        self.console.print()
+        self.say(f"result, on held-out data: {spell_metrics(result.metrics)}", "bold green")
+        for sample in result.metrics.get("samples", [])[:5]:
+            mark = "" if sample["output"] == sample["wanted"] else f"   (wanted: {short(sample['wanted'])})"
+            self.say(f"  {short(sample['input'])} -> {short(sample['output'])}{mark}")
+        self.say(f"model   {result.folder}")
+        self.say(f"report  {result.folder / 'report.html'}")
+
+    def interrupted(self, result: Result) -> None:
+        self.say(f"stopped after step {result.step:,}; everything is saved. Go on with:", "bold")
+        self.say(f"  clearhead train --resume {result.folder}")
+
+
+def spell_metrics(row: Row) -> str:
+    parts: list[str] = []
+    for name, value in row.items():
+        if name not in HIDDEN and isinstance(value, int | float):
+            number = (
+                f"{value:.2%}" if name in PERCENT else f"{value:.2f}" if name in ("bleu", "chrf") else f"{value:.4f}"
+            )
+            parts.append(f"{NAMES.get(name, name)} {number}")
+    return ", ".join(parts)
+
+
+def short(text: str, width: int = 60) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -1,0 +1,162 @@
+"""What training keeps between the forward and the backward pass, in bytes, in closed form (and without torch).
+
+Read off what autograd saves, layer by layer, with eager layers and the fused kernel. Per token, with c bytes a number of what
+is computed (2 under bfloat16 autocast, else 4), width D, feed-forward width F, H heads of total width Q and key/value width K:
+
+    norm           4 (D + 2)                    its input, mean and deviation; rms on a CPU keeps the normed numbers too
+    attention      c (D + Q + 2K) + c Q + 4H    its input, q k v, the result, and the log-sum-exp of each row
+    feedforward    c (D + 2F)                   its input, before and after the activation; relu F, gated 4F
+    dropout        c D, on CUDA 1 D             which numbers were dropped
+    head           c D + 4V                     its input, and log-probabilities unless the loss goes chunk by chunk
+
+The residual stream itself stays float32. Under autocast the bfloat16 copies of the weights are kept as well. Queries and
+keys that are turned or normed are kept beside the originals. A mask or bias that is no plain causal one is written out by
+each layer; a kernel that can't fuse it (a trained bias or dropout of weights, on a CPU) keeps weights of T x S a head.
+Not counted: masks of padded or packed rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from clearhead.config import Config
+from clearhead.costs.operations import Lengths
+from clearhead.costs.parameters import count_matrices
+
+WRITTEN_OUT = 2**24  # pairs up to which a mask is written out whole: as in layers/kernels.py
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How it is run: in bfloat16 or not, on a CPU or on CUDA. `size` is the bytes of a number computed."""
+
+    half: bool
+    cuda: bool
+
+    @property
+    def size(self) -> int:
+        return 2 if self.half else 4
+
+
+def count_saved(
+    config: Config, batch: int, at: Lengths, setting: Setting, *, logits: int, checkpointing: bool = False
+) -> dict[str, int]:
+    """Bytes kept for the backward pass, by part; `logits` is of how many positions the log-probabilities are kept.
+
+    With checkpointing, each block keeps its input alone, under "blocks".
+    """
+    c, T, S, matrices = config, at.target, at.source, count_matrices(config)
+    total = {"embedding": _entry(c, batch, at, setting), "head": _head(c, batch, T, S, setting, logits)}
+    if checkpointing:
+        tokens = c.n_layers * (S or T) + c.n_decoder_layers * T + S  # the decoder's blocks share the memory
+        kept = matrices["embedding"] + matrices["head"] if setting.half else 0
+        return total | {"blocks": 4 * batch * tokens * c.d_model, "weights": 2 * kept}
+    total |= {"norm": 0, "attention": 0, "feedforward": 0}
+    for layers, block in count_blocks(c, batch, at, setting):
+        for part, n in block.items():
+            total[part] += layers * n
+    if S and not setting.half:  # all layers read the same memory; under autocast each makes its copy
+        total["attention"] -= (c.n_decoder_layers - 1) * 4 * batch * S * c.d_model
+    return total | {"weights": 2 * sum(matrices.values()) if setting.half else 0}
+
+
+def count_blocks(config: Config, batch: int, at: Lengths, setting: Setting) -> list[tuple[int, dict[str, int]]]:
+    """For each stack, how many blocks it has and the bytes of one."""
+    c, T, S = config, at.target, at.source
+    first = c.n_layers, _block(c, batch, S or T, 0, setting, causal=c.shape == "decoder")
+    return [first, (c.n_decoder_layers, _block(c, batch, T, S, setting, causal=True))] if S else [first]
+
+
+def _block(c: Config, batch: int, T: int, S: int, setting: Setting, *, causal: bool) -> dict[str, int]:
+    """S > 0 gives it cross-attention over S positions."""
+    steps, tokens = (3 if S else 2), batch * T
+    dropped = (1 if setting.cuda else setting.size) * c.d_model if c.dropout else 0
+    attention = _attention(c, batch, T, T, setting) + _written_out(c, T, setting, causal=causal)
+    if S:
+        attention += _attention(c, batch, T, S, setting, cross=True)
+    return {
+        "norm": steps * tokens * _norm(c, setting),
+        "attention": attention + (steps - 1) * tokens * dropped,
+        "feedforward": tokens * (setting.size * (c.d_model + _widths(c) * c.d_ff) + dropped),
+    }
+
+
+def _norm(c: Config, setting: Setting) -> int:
+    rms = c.d_model + 1 if setting.cuda else 2 * c.d_model + 1
+    return 4 * {"layer": c.d_model + 2, "rms": rms, "none": 0}[c.norm]
+
+
+def _widths(c: Config) -> int:
+    """How many tensors of the feed-forward's width are kept."""
+    if c.gated:
+        return 5 if c.feedforward == "relu2" else 4
+    return 1 if c.feedforward == "relu" else 2
+
+
+def _attention(c: Config, batch: int, T: int, S: int, setting: Setting, *, cross: bool = False) -> int:
+    size, d_q, d_kv = setting.size, c.n_heads * c.d_head, c.n_kv_heads * c.d_head
+    queries, keys = batch * T, batch * S
+    rotary = c.positions == "rotary" and not cross
+    learned_bias = c.positions == "t5" and not cross
+    total = size * queries * (c.d_model + d_q)  # the input, and the result as the output projection reads it
+    total += size * keys * c.d_model if cross else 0
+    if c.qk_norm:
+        copies = 2 if setting.half else 1  # the normed numbers; under autocast their input is widened first
+        total += 4 * (queries * (copies * d_q + c.n_heads) + keys * (copies * d_kv + c.n_kv_heads))
+    if c.kernel == "explicit":
+        tables = 4 + size * (2 if c.attention_dropout else 1)
+        return total + tables * batch * c.n_heads * T * S + size * (queries * d_q + 2 * keys * d_kv)
+    if not setting.cuda and (c.attention_dropout or learned_bias):
+        tables = 3 if c.attention_dropout else 1  # not fused: in float32, with shared keys repeated
+        return total + 4 * (tables * batch * c.n_heads * T * S + (queries + 2 * keys) * d_q)
+    total += size * (queries * d_q + 2 * keys * d_kv) + 4 * queries * c.n_heads
+    if rotary or c.qk_norm:
+        total += size * (queries * d_q + keys * d_kv)
+    # The kernel lays its result out as the queries lie; turned or normed ones lie head by head, and it is copied.
+    if (rotary and not c.rotary_interleaved) or c.qk_norm or (_is_narrow(c, T) and not cross):
+        total += size * queries * d_q
+    return total
+
+
+def _is_narrow(c: Config, T: int) -> bool:
+    return 0 < 2 * c.window < T and T >= 1024
+
+
+def _written_out(c: Config, T: int, setting: Setting, *, causal: bool) -> int:
+    """A layer's own copy of a mask or bias that is no plain causal one, where it is small enough to be written out."""
+    biased = c.positions in ("alibi", "t5")
+    pairs = T * T * (c.n_heads if biased else 1)
+    if not (biased or 0 < c.window < T) or _is_narrow(c, T) or pairs > WRITTEN_OUT:
+        return 0
+    fused = c.kernel != "explicit" and (setting.cuda or (not c.attention_dropout and c.positions != "t5"))
+    return setting.size * pairs if fused else T * T * int(causal)
+
+
+def _entry(c: Config, batch: int, at: Lengths, setting: Setting) -> int:
+    """Ids, or the convolutions' inputs; what comes before the first block of each stack."""
+    lengths = [at.target] + ([at.source] if at.source else [])
+    tokens = batch * sum(lengths)
+    total = tokens * (_norm(c, setting) if c.embedding_norm else 0)
+    total += tokens * c.d_model * (1 if setting.cuda else 4) if c.dropout else 0
+    ids = batch * (0 if c.inputs == "patches" else at.target if c.inputs == "frames" else sum(lengths))
+    total += 8 * ids * (2 if c.n_segments else 1)
+    if c.inputs == "patches":
+        total += setting.size * batch * c.n_channels * c.image_size**2
+    if c.inputs == "frames":  # the first convolution's input; what the activations read and the second convolution
+        total += setting.size * batch * at.source * (2 * c.n_mels + 5 * c.d_model)
+    tables = {"rotary": c.d_head * (8 if c.rotary_interleaved else 4), "learned": 8}.get(c.positions, 0)
+    total += sum(lengths) * tables
+    return total + (sum(8 * n * n for n in lengths) if c.positions == "t5" else 0)
+
+
+def _head(c: Config, batch: int, T: int, S: int, setting: Setting, logits: int) -> int:
+    """The last norm of each stack, and what the head keeps."""
+    total = batch * (T + S) * (_norm(c, setting) if c.norm_first else 0)
+    if c.head == "none":
+        return total
+    if c.head == "classes":  # one state a row; a view of it keeps them all
+        return total + 4 * batch * c.d_model * (1 if setting.half or c.pool == "mean" else T)
+    total += setting.size * batch * T * c.d_model + 4 * logits * c.vocab_size
+    if c.head_transform:
+        total += batch * T * (_norm(c, setting) + 2 * setting.size * c.d_model)
+    return total

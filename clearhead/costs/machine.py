@@ -1,0 +1,74 @@
+"""What this machine can do: its speed at large matrix products, and its memory."""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+CGROUP = (  # limit and use of this process's group, as versions 2 and 1 write them
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+@functools.cache
+def measure_peak(device: torch.device | str, dtype: torch.dtype = torch.float32) -> float:
+    """Operations a second of a large matrix product, the median of five; measured once a process.
+
+    It is what utilisation is measured against: a product's real speed here, not what a data sheet says.
+    """
+    device = torch.device(device)
+    n = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in "ab")
+    seconds = [_time_product(a, b) for _ in range(7)][2:]  # the first ones warm up
+    return 2 * n**3 / statistics.median(seconds)
+
+
+def _time_product(a: torch.Tensor, b: torch.Tensor) -> float:
+    if a.device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        torch.mm(a, b)
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+    began = time.perf_counter()
+    torch.mm(a, b)
+    return time.perf_counter() - began
+
+
+def available_memory(device: torch.device | str = "cpu") -> int:
+    """Bytes still to be had: on a GPU what is free or held unused by torch; else free memory, within the container's limit."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    free = [_free_memory()]
+    for limit, use in CGROUP:
+        if Path(limit).exists() and (most := Path(limit).read_text().strip()).isdigit():
+            free.append(max(0, int(most) - int(Path(use).read_text())))
+    return min(free)
+
+
+def _free_memory() -> int:
+    table = Path("/proc/meminfo")
+    if table.exists():
+        lines = dict(line.split(":", 1) for line in table.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # no such table (macOS): all there is
+
+
+def peak_memory(device: torch.device | str = "cpu") -> int:
+    """The most bytes this process has held so far: on a GPU torch's tensors, else the whole process."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return held if sys.platform == "darwin" else held * 1024  # kilobytes on Linux

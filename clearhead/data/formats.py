@@ -1,0 +1,192 @@
+"""What one corpus file holds, by its suffix: lines of text, or the rows of a table. Nothing is judged here, only read.
+
+Bytes that are no UTF-8 come out as lone surrogates (Python's "surrogateescape"), which valid UTF-8 can not hold: whoever
+judges a text finds them with its file, line and byte still known.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import itertools
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from clearhead.data.findings import Findings
+from clearhead.errors import InputError, MissingExtraError, did_you_mean
+
+Rows = Iterator[tuple[int, list[str]]]  # the number of the line or row, counted from 1, and the columns asked for
+_MAX_FIELD = 2**26  # characters: where a quote is never closed, the rest of the file would be one field
+
+
+def read_lines(path: Path, findings: Findings, limit: int = -1) -> Iterator[str]:
+    """Lines with their "\\n", the only thing that ends one; CRLF becomes LF, and a byte order mark is left out.
+
+    A line of more than `limit` characters comes in parts: what does not end in "\\n" goes on, or is the file's last.
+    """
+    try:
+        with path.open("rb") as raw:
+            file = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+            text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="\n")
+            told = 0
+            for count in itertools.count(1):
+                line = text.readline(limit)
+                if line.endswith("\r") and len(line) == limit:  # its "\n" may be the next character
+                    line += text.readline(1)
+                if count % 256 == 0 or not line:  # asking for each line would cost more than reading it
+                    findings.done += raw.tell() - told
+                    told = raw.tell()
+                if not line:
+                    return
+                yield line[:-2] + "\n" if line.endswith("\r\n") else line
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{path} can not be read ({error}); is it complete, and may you read it?") from None
+
+
+def find_kind(path: Path) -> str:
+    """What a file holds, by its name: "text", or a table, "jsonl", "csv", "tsv", "parquet" or "dataset"."""
+    if str(path).startswith("hf:") or path.is_dir():
+        return "dataset"
+    suffix = (path.with_suffix("") if path.suffix == ".gz" else path).suffix[1:].lower()
+    return suffix if suffix in _READERS else "text"
+
+
+def read_rows(path: Path, columns: Sequence[str], findings: Findings) -> Rows:
+    """The `columns` of a table, row by row."""
+    kind = find_kind(path)
+    if kind == "text":
+        raise InputError(
+            f"{path} is plain text and has no columns; {' and '.join(columns)} need a .tsv, .csv, .jsonl or .parquet file"
+        )
+    return _READERS[kind](path, columns, findings)
+
+
+def _read_jsonl(path: Path, columns: Sequence[str], findings: Findings) -> Rows:
+    for number, line in enumerate(read_lines(path, findings), 1):
+        if not line.strip():
+            yield number, [""] * len(columns)
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}:{number} is no JSON ({error}): {line!r:.60}; write one object a line") from None
+        if not isinstance(row, dict):
+            raise InputError(f"{path}:{number} is no JSON object: {line!r:.60}; write one object a line")
+        _need(columns, list(row), f"{path}:{number}")
+        yield number, [_as_text(row[name], f"{path}:{number}") for name in columns]
+
+
+def _read_tsv(path: Path, columns: Sequence[str], findings: Findings) -> Rows:
+    lines = enumerate(read_lines(path, findings), 1)
+    return _pick(((number, line.removesuffix("\n").split("\t")) for number, line in lines), columns, path)
+
+
+def _read_csv(path: Path, columns: Sequence[str], findings: Findings) -> Rows:
+    def rows() -> Rows:
+        csv.field_size_limit(_MAX_FIELD)  # csv has one limit for all its readers, 131,072 at first
+        reader, number = csv.reader(read_lines(path, findings), strict=True), 1
+        try:
+            for row in reader:
+                yield number, row or [""]
+                number = reader.line_num + 1
+        except csv.Error as error:
+            raise InputError(f"{path}:{number} is no row of a csv file ({error}); check its quotes") from None
+
+    return _pick(rows(), columns, path)
+
+
+def _pick(rows: Rows, columns: Sequence[str], path: Path) -> Rows:
+    """The wanted columns, by a header where the first row is one; without one, all columns in their order."""
+    first = next(rows, None)
+    if first is None:
+        return
+    number, names = first
+    width, places = len(names), list(range(len(columns)))
+    if set(columns) & set(names) or width != len(columns):
+        _need(columns, names, f"{path}:{number}")
+        places = [names.index(name) for name in columns]
+    else:
+        yield first
+    for number, row in rows:
+        if len(row) not in (width, 1) or (len(row) == 1 < width and row[0].strip()):
+            raise InputError(f"{path}:{number} has {len(row)} columns, the first row {width}; correct that row")
+        yield number, [row[place] for place in places] if len(row) == width else [""] * len(columns)
+
+
+def _read_parquet(path: Path, columns: Sequence[str], findings: Findings) -> Rows:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise MissingExtraError(f"{path} needs pyarrow, which is missing; pip install 'clearhead[parquet]'") from None
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            _need(columns, file.schema_arrow.names, str(path))
+            for batch in file.iter_batches(batch_size=1024, columns=list(columns)):
+                for values in zip(*(batch.column(name).to_pylist() for name in columns), strict=True):
+                    number += 1
+                    yield number, [_as_text(value, f"{path}:{number}") for value in values]
+                findings.done += path.stat().st_size * batch.num_rows // max(1, file.metadata.num_rows)
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise InputError(f"{path} is no parquet file that can be read ({error}); fetch it again") from None
+
+
+def _read_dataset(path: Path, columns: Sequence[str], findings: Findings) -> Rows:
+    """A folder that `save_to_disk` wrote, or hf:NAME or hf:NAME:SPLIT from the hub ("train" where none is said)."""
+    try:
+        import datasets
+    except ImportError:
+        raise MissingExtraError(f"{path} needs datasets, which is missing; pip install 'clearhead[datasets]'") from None
+    name = str(path)
+    try:
+        if name.startswith("hf:"):
+            place, _, split = name[3:].partition(":")
+            data: Any = datasets.load_dataset(place, split=split or "train")
+        else:
+            data = datasets.load_from_disk(name)
+    except Exception as error:  # the network, the hub, the disk and a stranger's loading script can all fail
+        raise InputError(f"the dataset {name} can not be loaded ({error!r:.200}); check its name or folder") from None
+    if isinstance(data, dict):
+        raise InputError(
+            f"{name} holds several splits: {', '.join(data)}; give one of their folders, such as {name}/train"
+        )
+    _need(columns, data.column_names, name)
+    spelled: dict[str, Callable[[Any], Any]] = {
+        column: getattr(data.features[column], "int2str", lambda value: value) for column in columns
+    }
+    for number, row in enumerate(data.select_columns(list(columns)), 1):
+        try:
+            yield number, [_as_text(spelled[column](row[column]), f"{name}:{number}") for column in columns]
+        except ValueError as error:
+            raise InputError(f"{name}:{number} has no class by that number ({error}); leave such rows out") from None
+
+
+_READERS: dict[str, Callable[[Path, Sequence[str], Findings], Rows]] = {
+    "jsonl": _read_jsonl,
+    "csv": _read_csv,
+    "tsv": _read_tsv,
+    "parquet": _read_parquet,
+    "dataset": _read_dataset,
+}
+
+
+def _need(columns: Sequence[str], found: Sequence[str], place: str) -> None:
+    for name in columns:
+        if name not in found:
+            raise InputError(
+                f"{place} has no column {name!r}, only {', '.join(map(repr, found)):.200}; name the columns to use, "
+                + did_you_mean(name, [each[:40] for each in found])
+            )
+
+
+def _as_text(value: Any, place: str) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise InputError(f"{place} holds a {type(value).__name__} where a text belongs: {value!r:.60}; name another column")

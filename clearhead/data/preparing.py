@@ -1,0 +1,171 @@
+"""From a corpus to a store: each text is tokenised once, in parallel.
+
+A folder that already holds the store of the same files, tokenizer and options is opened, and nothing is read. What was
+dropped, repaired or cut while preparing is in `store.info["findings"]`, one sentence for each kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from clearhead.data.corpora import PIECE, Documents, Names, expand_files, read_labelled_rows, read_pair_rows, read_texts
+from clearhead.data.findings import Policy
+from clearhead.data.store import Store, StoreWriter
+from clearhead.data.tokenizers import Tokenizer
+from clearhead.data.work import Labels, Place, Progress, Work, in_batches
+from clearhead.errors import InputError
+
+
+def prepare_texts(
+    folder: Place,
+    files: Names,
+    tokenizer: Tokenizer,
+    *,
+    column: str = "text",
+    documents: Documents = "file",
+    lowercase: bool = False,
+    policy: Policy | None = None,
+    progress: Progress | None = None,
+) -> Store:
+    """Documents for a language model: column "text", each document's ids and then eos, where the tokenizer has one.
+
+    A long document is tokenised in pieces, cut at line ends (see `read_texts`): at a cut, no token spans two lines.
+    """
+    work = Work(folder, expand_files(files), policy, progress, ["texts", column, documents, lowercase], tokenizer)
+    if work.is_done():
+        return Store(folder)
+    ending = [] if tokenizer.eos is None else [tokenizer.eos]
+    judge, n_bytes = work.judge, 0
+    with StoreWriter(folder, {"text": _dtype(tokenizer)}) as writer:
+        pieces = read_texts(
+            work.paths, column=column, documents=documents, policy=judge.policy, findings=judge.findings
+        )
+        for batch in in_batches(pieces, lambda piece: len(piece.text)):
+            encoded = _encode(tokenizer, [piece.text for piece in batch], lowercase)
+            for piece, (ids, size) in zip(batch, encoded, strict=True):
+                n_bytes += size
+                writer.add_part("text", ids + ending if piece.ends else ids, ends=piece.ends)
+            work.tell()
+        work.describe(writer, bytes=n_bytes)
+    return Store(folder)
+
+
+def prepare_pairs(
+    folder: Place,
+    source: Names,
+    target: Names,
+    tokenizer: Tokenizer,
+    *,
+    max_source_len: int | None = None,
+    max_len: int | None = None,
+    columns: tuple[str, str] = ("source", "target"),
+    lowercase: bool = False,
+    policy: Policy | None = None,
+    progress: Progress | None = None,
+) -> Store:
+    """Pairs: columns "source" and "target", both ids and then eos. With target=() the source files are tables.
+
+    `info["bytes"]` counts the target's, which is what a translator predicts.
+    """
+    if tokenizer.eos is None:
+        raise InputError("pairs need a tokenizer with an end-of-sequence token, and eos is None; train one with '</s>'")
+    eos: int = tokenizer.eos
+    options = ["pairs", max_source_len, max_len, columns, lowercase]
+    paths = expand_files(source) + (expand_files(target) if target else [])
+    work = Work(folder, paths, policy, progress, options, tokenizer)
+    if work.is_done():
+        return Store(folder)
+    judge, n_bytes = work.judge, 0
+
+    def fit(ids: list[int], place: str, limit: int | None, name: str) -> list[int] | None:
+        if limit is None or len(ids) < limit:
+            return [*ids, eos]
+        kept = judge.keep_long("rows" if not target else "pairs", place, len(ids) + 1, limit, name)
+        return [*ids[: limit - 1], eos] if kept else None
+
+    with StoreWriter(folder, dict.fromkeys(("source", "target"), _dtype(tokenizer))) as writer:
+        rows = read_pair_rows(source, target, columns, judge)
+        for batch in in_batches(rows, lambda row: len(row.values[0]) + len(row.values[1])):
+            sources = _encode(tokenizer, [row.values[0] for row in batch], lowercase, limit=max_source_len)
+            targets = _encode(tokenizer, [row.values[1] for row in batch], lowercase, target=True, limit=max_len)
+            for row, (ours, _), (theirs, size) in zip(batch, sources, targets, strict=True):
+                first = fit(ours, row.place(0), max_source_len, "max_source_len")
+                second = None if first is None else fit(theirs, row.place(1), max_len, "max_len")
+                if first is not None and second is not None:
+                    writer.add(source=first, target=second)
+                    n_bytes += size
+            work.tell()
+        work.describe(writer, bytes=n_bytes)
+    return Store(folder)
+
+
+def prepare_labelled(
+    folder: Place,
+    files: Names,
+    tokenizer: Tokenizer,
+    *,
+    max_len: int | None = None,
+    columns: tuple[str, str] = ("text", "label"),
+    labels: Sequence[str] | None = None,
+    lowercase: bool = False,
+    policy: Policy | None = None,
+    progress: Progress | None = None,
+) -> Store:
+    """Texts with one label each: column "text", encoded as a model reads it alone, and "label", a place in info["labels"].
+
+    `labels` fixes the names and their order, as the training data's do for the validation data.
+    """
+    options = ["labelled", max_len, columns, labels, lowercase]
+    work = Work(folder, expand_files(files), policy, progress, options, tokenizer)
+    if work.is_done():
+        return Store(folder)
+    judge, names, n_bytes = work.judge, Labels(labels), 0
+    with StoreWriter(folder, {"text": _dtype(tokenizer), "label": np.int32}, {"label": ()}) as writer:
+        for batch in in_batches(read_labelled_rows(work.paths, columns, judge), lambda row: len(row.values[0])):
+            encoded = _encode(tokenizer, [row.values[0] for row in batch], lowercase, special=True, limit=max_len)
+            for row, (ids, size) in zip(batch, encoded, strict=True):
+                if max_len is not None and len(ids) > max_len:
+                    if not judge.keep_long("rows", row.place(0), len(ids), max_len, "max_len"):
+                        continue
+                    ids = _encode(tokenizer, [row.values[0]], lowercase, special=True, limit=max_len, cut=True)[0][0]
+                names.add(row.values[1], row.place(1))
+                writer.add(text=ids)
+                n_bytes += size
+            work.tell()
+        found, places = names.settle()
+        writer.add_part("label", places, ends=True)
+        work.describe(writer, bytes=n_bytes, labels=found)
+    return Store(folder)
+
+
+def _dtype(tokenizer: Tokenizer) -> type[np.unsignedinteger[Any]]:
+    return np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+
+
+def _encode(
+    tokenizer: Tokenizer,
+    texts: list[str],
+    lowercase: bool,
+    *,
+    special: bool = False,
+    target: bool = False,
+    limit: int | None = None,
+    cut: bool = False,
+) -> list[tuple[list[int], int]]:
+    """Ids and bytes of each text. With a `limit`, the ids of one that exceeds it by far may end early, but beyond the limit."""
+    if lowercase:
+        texts = [text.lower() for text in texts]
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return tokenizer._encode_all(texts, special, target, limit if cut else None, "right")  # pyright: ignore[reportPrivateUsage]
+
+    # Ten million characters as one text need gigabytes, and their beginning shows that they are too long.
+    enough = None if limit is None else max(PIECE, 64 * limit)
+    rows = encode([text[:enough] for text in texts])
+    for number, text in enumerate(texts):
+        if limit is not None and not cut and len(text[:enough]) < len(text) and len(rows[number]) <= limit:
+            rows[number] = encode([text])[0]
+    return [(ids, len(text.encode())) for ids, text in zip(rows, texts, strict=True)]

@@ -1,0 +1,82 @@
+"""A text store as one stream of tokens, seen through windows of equal length, for language models.
+
+Documents follow one another without padding. `batch` numbers them, so that a mask (`layers.masks.documents`) can keep each
+token to its own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from clearhead.data.order import RowOrder, draw
+from clearhead.data.store import Column
+from clearhead.errors import InputError
+
+
+def split_stream(n_tokens: int, share: float) -> int:
+    """Where the last `share` of a stream begins: train on what is before it, validate on the rest."""
+    return int(n_tokens * (1 - share))
+
+
+class Windows:
+    """Windows of `length` + 1 tokens (a model's input and, one further, its targets) over tokens `start` to `stop`.
+
+    In training the cut is shifted by another number of tokens in every epoch, so that no epoch repeats the windows of another;
+    less than one window of tokens is left out at each end. In an evaluation all tokens come once, in order.
+    """
+
+    def __init__(
+        self,
+        column: Column,
+        length: int,
+        seed: int,
+        start: int = 0,
+        stop: int | None = None,
+        rows_per_step: int = 1,
+    ) -> None:
+        self._column, self.length, self.seed = column, length, seed
+        self.start, self.stop = start, len(column.flat) if stop is None else stop
+        n_tokens = self.stop - self.start
+        if length < 1 or n_tokens <= length:
+            raise InputError(
+                f"{n_tokens:,} tokens are too few for one window of {length:,} and the token after it; give more text, or shorter "
+                "windows"
+            )
+        self._n = max(1, (n_tokens - length) // length)
+        self._slack = min(length, n_tokens - self._n * length)  # shifts that leave room for all windows
+        self._order = RowOrder(self._n, rows_per_step, seed)
+
+    def __len__(self) -> int:
+        """Windows in an epoch of training."""
+        return self._n
+
+    def starts(self, step: int) -> NDArray[np.int64]:
+        """Where the `rows_per_step` windows of a training step begin: a pure function of (seed, step)."""
+        return np.concatenate(
+            [self.start + self._shift(epoch) + rows * self.length for epoch, rows in self._order.parts(step)]
+        )
+
+    def epoch(self, step: int) -> float:
+        """Epochs done before this step."""
+        return self._order.epoch(step)
+
+    def _shift(self, epoch: int) -> int:
+        return int(draw(self.seed + 1, epoch).integers(self._slack))
+
+    def in_order(self) -> NDArray[np.int64]:
+        """Where the windows of an evaluation begin; the last may be shorter than the others."""
+        return np.arange(self.start, self.stop - 1, self.length)
+
+    def batch(self, starts: NDArray[np.int64]) -> tuple[Int[Tensor, "n length"], Int[Tensor, "n length"]]:
+        """Tokens of the windows, and the number of the document that each is of; where a window ends early, 0 and -1."""
+        assert self._column.offsets is not None
+        places = starts[:, None] + np.arange(self.length + 1)
+        inside = places < self.stop
+        places = np.minimum(places, self.stop - 1)
+        documents = np.searchsorted(self._column.offsets, places, side="right") - 1
+        tokens = self._column.flat[places].astype(np.int64)
+        return torch.from_numpy(np.where(inside, tokens, 0)), torch.from_numpy(np.where(inside, documents, -1))

@@ -1,0 +1,37 @@
+"""Embedded data as files, so that a task reads it as it reads anyone's: dates in many languages, Python's own library."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from clearhead.data.dates import split_dates
+from clearhead.data.embedded import standard_library
+from clearhead.training.recipe import Recipe
+
+
+def unpack(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe with the files that its embedded data stands for."""
+    match recipe.data.embedded:
+        case "dates":
+            names = ("train.text", "train.iso", "valid.text", "valid.iso")
+            source, target, valid_source, valid_target = (str(folder / "dates" / name) for name in names)
+            if not all((folder / "dates" / name).is_file() for name in names):
+                _write_dates(folder / "dates")
+            files = dict(source=(source,), target=(target,), valid_source=(valid_source,), valid_target=(valid_target,))
+            return replace(recipe, data=replace(recipe.data, **files))
+        case "code":
+            return replace(recipe, data=replace(recipe.data, files=tuple(map(str, standard_library()))))
+        case _:
+            return recipe
+
+
+def _write_dates(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    train, valid = split_dates(seed=0)
+    for name, pairs in (("train", train), ("valid", valid)):
+        for suffix, lines in (("text", [pair.text for pair in pairs]), ("iso", [pair.iso for pair in pairs])):
+            work = folder / f".{name}.{suffix}.tmp"
+            work.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            os.replace(work, folder / f"{name}.{suffix}")

@@ -1,0 +1,58 @@
+"""How good the model is, on data that it does not learn from."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from clearhead.training.prefetch import share, split_held_out, to_device
+from clearhead.training.processes import Processes
+from clearhead.training.recipe import Train
+from clearhead.training.starting import export
+from clearhead.training.tasks.task import Objective, Task
+
+
+@torch.no_grad()
+def evaluate(
+    objective: Objective,
+    task: Task,
+    processes: Processes,
+    train: Train,
+    autocast: AbstractContextManager[Any],
+    *,
+    final: bool = False,
+) -> dict[str, Any]:
+    """Loss and what else the task measures, over the held-out rows; every process takes its share of them."""
+    objective.eval()
+    sums = torch.zeros(3, dtype=torch.float64, device=processes.device)  # loss, correct, predictions
+    for rows in split_held_out(task.held_out(), 0 if final else train.evaluate_rows):
+        for piece, weight in share(rows, processes.rank, processes.world, 1):
+            batch = to_device(task.held_out_batch(piece), processes.device)
+            with autocast:
+                _, loss, correct = objective(batch)
+            sums += weight * torch.stack([loss.double(), correct.double(), task.count(batch).double()])
+    loss, correct, count = processes.sum(sums).tolist()
+    row: dict[str, Any] = task.metrics(loss, correct, count)
+    # A model spread over processes can not write by itself: its whole copy does, in the first process.
+    writer = objective.model if processes.world == 1 else export(objective.model)
+    if processes.is_first:
+        with autocast:
+            scores, samples = task.write(writer, final=final)
+        row |= scores
+        row["samples"] = [asdict(sample) for sample in samples]
+    processes.wait()
+    objective.train()
+    return row
+
+
+def is_better(value: float, best: float | None, metric: str) -> bool:
+    """Whether a value is the best so far. Losses fall; accuracy, BLEU and their like rise."""
+    if math.isnan(value):
+        return False
+    if best is None:
+        return True
+    return value < best if metric in ("loss", "perplexity", "bits_per_byte") else value > best

@@ -1,0 +1,216 @@
+"""The training loop, from a recipe to a run folder. Read it from top to bottom.
+
+Everything random is a function of (seed, step, process): which rows a step takes, which tokens are hidden, what dropout drops.
+So a run that is killed and resumed computes exactly what an uninterrupted one would have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.checkpoint import save
+from clearhead.errors import ConfigError
+from clearhead.training.checkpoints import Checkpoints, State
+from clearhead.training.evaluation import evaluate, is_better
+from clearhead.training.folder import check_resumable, check_space, next_folder, open_folder, read_run
+from clearhead.training.journal import Journal
+from clearhead.training.optimizers import Optimizers
+from clearhead.training.passes import Passes
+from clearhead.training.prefetch import StepBatch, prefetch
+from clearhead.training.processes import Processes, gradients_stay, join, spread, whole
+from clearhead.training.recipe import Recipe, Train, find_recipe
+from clearhead.training.report import write_report
+from clearhead.training.schedules import highest, rate
+from clearhead.training.show import Interrupts, Show
+from clearhead.training.starting import add_lora, export, start
+from clearhead.training.summary import Meter, summarise
+from clearhead.training.tasks import make_task
+from clearhead.training.tasks.task import Objective
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    folder: Path
+    step: int
+    is_complete: bool  # False: interrupted; resumed, the run goes on from here
+    metrics: dict[str, Any]  # of the result, on held-out data
+
+
+def train(
+    recipe: Recipe | str, out: str | Path | None = None, *, resume: bool = False, show: Show | None = None
+) -> Result:
+    """Train as a recipe says (or a shipped one, by its name), into the folder `out`; without it: runs/TASK-1, -2 ...
+
+    With `resume`, go on with the run that is in `out`.
+    """
+    recipe = find_recipe(recipe) if isinstance(recipe, str) else recipe
+    t, out = recipe.train, next_folder(recipe.task) if out is None else Path(out)
+    with join(t.device) as processes, Interrupts() as interrupts:
+        show = show if show is not None and processes.is_first else Show()  # one process speaks
+        set_up(t)
+        if resume:
+            check_resumable(read_run(out), recipe)
+        if processes.is_first:
+            open_folder(out, recipe, resume=resume, device=processes.device)
+        processes.wait()
+
+        task = make_task(recipe, out, processes, show)
+        model = start(recipe, task.facts).to(processes.device).train()
+        if t.lora_rank:
+            show.note(f"LoRA: {add_lora(model, t.lora_rank, t.lora_alpha, t.seed):,} numbers learn, the rest stay")
+        objective = Objective(model, task)
+        called = spread(objective, processes, t.parallel)
+        autocast = make_autocast(t, processes.device)
+        record = (
+            t.record
+            and task.has_one_shape
+            and processes.device.type == "cuda"
+            and processes.world == 1
+            and not t.compile
+        )
+        passes = Passes(torch.compile(called) if t.compile else called, autocast, record=record)
+        optimizers = Optimizers(model, t, lr=highest(t, model.config.d_model))
+
+        weights = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        tensors = {**weights, **{f"optimizer.{name}": value for name, value in optimizers.tensors().items()}}
+        checkpoints = Checkpoints(out / "checkpoints", processes, kept=t.average, say=show.note)
+        check_space(out, 3 * sum(tensor.nbytes for tensor in tensors.values()))
+        state = State()
+        if (found := checkpoints.newest()) is not None:
+            checkpoints.read(found[0], tensors)
+            state = found[1]
+        journal = Journal(out if processes.is_first else None, step=state.step, tensorboard=t.tensorboard)
+        meter = Meter(model.config, task, processes)
+        show.begin(summarise(recipe, task, model, meter, tensors), state.step, t.steps)
+
+        batches = prefetch(task, state.step, t.steps, processes)
+        meter.start(state)
+        while state.step < t.steps and not is_stuck(state, t):
+            share = rate(state.step, t)
+            optimizers.scale(share)
+            meter.add(learn(passes, next(batches), optimizers, t, state.step, processes, called))
+            state.step += 1
+
+            if is_due(state.step, t.log_every, t):
+                row = meter.row(state, {"lr": share * highest(t, model.config.d_model)})
+                if not math.isfinite(row["loss"]):
+                    raise ConfigError(
+                        f"the loss is {row['loss']} at step {state.step}; train.lr={t.lr} may be too high: lower it, or set "
+                        f"train.clip; the last checkpoint is unharmed: {out}"
+                    )
+                journal.write(row)
+                show.step(row)
+            better = False
+            if is_due(state.step, t.evaluate_every, t):
+                row = {"step": state.step, "kind": "valid"} | evaluate(objective, task, processes, t, autocast)
+                better = watch(state, float(row[t.best]), t)
+                journal.write(row)
+                show.evaluated(row)
+            stop = interrupts.raised if processes.world == 1 else stop_together(interrupts, processes, state, t)
+            if better or stop or is_due(state.step, t.checkpoint_every, t):
+                meter.stamp(state)
+                checkpoints.write(state, tensors)
+            if stop:
+                batches.close()
+                journal.close()
+                show.end()
+                return Result(out, state.step, False, {})
+
+        batches.close()
+        show.end()
+        choose_weights(checkpoints, state, weights, t, show)
+        row = {"step": state.step, "kind": "result"} | evaluate(objective, task, processes, t, autocast, final=True)
+        result = export(model)
+        if processes.is_first:
+            save(result, out)
+            if task.tokenizer is not None:
+                task.tokenizer.save(out)
+            journal.write(row)
+            write_report(out, attention=task.pictures(result))
+        journal.close()
+        processes.wait()
+        return Result(out, state.step, True, row)
+
+
+def learn(
+    passes: Passes,
+    batch: StepBatch,
+    optimizers: Optimizers,
+    t: Train,
+    step: int,
+    processes: Processes,
+    objective: nn.Module,
+) -> tuple[Tensor, Tensor, StepBatch]:
+    """One step: the gradient of the mean loss over the whole batch, in pieces and on all processes, and what is made of it.
+
+    Returns this process's sum of losses, the gradient's length, and the batch.
+    """
+    total = torch.zeros((), device=processes.device)
+    for number, (piece, weight) in enumerate(batch.pieces):
+        seed_all(t.seed, step, number, processes.rank)
+        with gradients_stay(objective, stay=number < len(batch.pieces) - 1):
+            # Processes average their gradients; the mean over all predictions needs their sum.
+            total += weight * passes(piece, weight * processes.world / batch.predictions)
+    length = whole(nn.utils.clip_grad_norm_(optimizers.parameters(), t.clip or math.inf))
+    optimizers.step()
+    optimizers.zero_grad()
+    return total, length, batch
+
+
+def seed_all(seed: int, step: int, piece: int, rank: int) -> None:
+    """Dropout's numbers, for each piece of each step on each process."""
+    torch.manual_seed(hash((seed, step, piece, rank)) & (2**63 - 1))
+
+
+def set_up(t: Train) -> None:
+    torch.set_float32_matmul_precision("high")  # on a GPU: products of float32 on the matrix units
+    torch.use_deterministic_algorithms(t.deterministic)
+
+
+def make_autocast(t: Train, device: torch.device) -> AbstractContextManager[Any]:
+    low = t.precision == "bfloat16" or (
+        t.precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported()
+    )
+    return torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
+
+
+def is_due(step: int, every: int, t: Train) -> bool:
+    return step % every == 0 or step == t.steps
+
+
+def is_stuck(state: State, t: Train) -> bool:
+    """Early stopping: too many evaluations in a row without a better one."""
+    return bool(t.patience) and state.misses >= t.patience
+
+
+def watch(state: State, value: float, t: Train) -> bool:
+    """Note whether this evaluation is the best."""
+    if not is_better(value, state.best, t.best):
+        state.misses += 1
+        return False
+    state.best, state.best_step, state.misses = value, state.step, 0
+    return True
+
+
+def stop_together(interrupts: Interrupts, processes: Processes, state: State, t: Train) -> bool:
+    """Several processes stop at the same step: they ask each other where they meet anyway, at logged steps."""
+    return is_due(state.step, t.log_every, t) and processes.any(interrupts.raised)
+
+
+def choose_weights(checkpoints: Checkpoints, state: State, weights: Mapping[str, Tensor], t: Train, show: Show) -> None:
+    """Which weights are the result: the mean of the last checkpoints, the best, or the last."""
+    if t.average:
+        show.note(f"the result is the mean of the last {checkpoints.average(t.average, weights)} checkpoints")
+    elif t.keep == "best" and state.best_step not in (0, state.step):
+        checkpoints.read(checkpoints.at(state.best_step), weights)
+        show.note(f"the result is step {state.best_step}, the best on held-out data")

@@ -1,0 +1,115 @@
+"""Cross-entropy over a vocabulary, without ever holding all the logits.
+
+Logits for a batch of 32 x 1,024 tokens and 50,257 words are 6.6 GB in float32, several times the model. Here they exist for a
+few thousand tokens at a time; of each such chunk the loss and its gradients are computed at once and the logits are dropped.
+The number of products is the same as for the plain loss: nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+IGNORED = -100  # a target that is not to be predicted
+CHUNK_ELEMENTS = 2**26  # logits held at a time
+
+
+def cross_entropy(
+    x: Float[Tensor, "*n D"],
+    weight: Float[Tensor, "V D"],
+    targets: Int[Tensor, "*n"],
+    *,
+    bias: Float[Tensor, "V"] | None = None,
+    smoothing: float = 0.0,
+    chunk: int = 0,
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Int[Tensor, ""]]:
+    """The sum over all targets of -log p(target), with p = softmax(x W^T + b); what to minimise; and how many are guessed right.
+
+    With `smoothing` e, what to minimise is (1 - e) times that sum plus e times the mean over the vocabulary (section 5.4 of
+    the paper); the first value stays the plain one. Gradients flow from the second only. Targets of IGNORED do not count.
+    """
+    rows = chunk or max(1, CHUNK_ELEMENTS // weight.shape[0])
+    device = x.device.type
+    if torch.is_autocast_enabled(device):  # the product runs in autocast's type, as F.linear would
+        dtype = torch.get_autocast_dtype(device)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return _CrossEntropy.apply(x.flatten(0, -2), weight, bias, targets.flatten(), smoothing, rows)  # type: ignore[no-any-return]
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float, rows: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wanted = [bool(need) for need in ctx.needs_input_grad[:3]]
+        exact = torch.promote_types(x.dtype, torch.float32)
+        plain, smoothed = x.new_zeros((), dtype=exact), x.new_zeros((), dtype=exact)
+        correct = torch.zeros((), dtype=torch.int64, device=x.device)
+        grad_x = torch.empty_like(x) if wanted[0] else None
+        # Sums over chunks keep their precision.
+        grad_weight = torch.zeros_like(weight, dtype=exact) if wanted[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and wanted[2] else None
+        for start in range(0, len(x), rows):
+            part, target = x[start : start + rows], targets[start : start + rows]
+            logits = F.linear(part, weight, bias)
+            losses = chunk_losses(logits, target, smoothing)
+            plain += losses[0]
+            smoothed += losses[1]
+            correct += losses[2]
+            if any(wanted):
+                grad = chunk_gradient(logits, target, smoothing, losses[3])
+                if grad_x is not None:
+                    grad_x[start : start + rows] = grad @ weight
+                if grad_weight is not None:
+                    grad_weight += grad.T @ part
+                if grad_bias is not None:
+                    grad_bias += grad.sum(0, dtype=exact)
+        ctx.save_for_backward(grad_x, grad_weight, grad_bias)
+        ctx.dtype = weight.dtype
+        ctx.mark_non_differentiable(plain, correct)
+        return plain, smoothed, correct
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor, grad: Tensor, __: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, bias = ctx.saved_tensors
+        return (
+            None if x is None else x * grad.to(x.dtype),
+            None if weight is None else (weight * grad).to(ctx.dtype),
+            None if bias is None else (bias * grad).to(ctx.dtype),
+            *(None, None, None),
+        )
+
+
+def chunk_losses(
+    logits: Float[Tensor, "n V"], targets: Int[Tensor, "n"], smoothing: float
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Int[Tensor, ""], Float[Tensor, "n"]]:
+    """Plain loss, smoothed loss, correct guesses, and each row's log of the sum of exponentials."""
+    # bfloat16 keeps 8 significant bits: too few for a log-sum-exp over the vocabulary.
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    real = targets != IGNORED
+    log_sum = exact.logsumexp(-1)
+    chosen = exact.gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    plain = (log_sum - chosen).masked_fill(~real, 0.0).sum()
+    smoothed = plain
+    if smoothing:
+        spread = (log_sum - exact.mean(-1)).masked_fill(~real, 0.0).sum()
+        smoothed = (1 - smoothing) * plain + smoothing * spread
+    correct = ((exact.argmax(-1) == targets) & real).sum()
+    return plain, smoothed, correct, log_sum
+
+
+def chunk_gradient(
+    logits: Float[Tensor, "n V"], targets: Int[Tensor, "n"], smoothing: float, log_sum: Float[Tensor, "n"]
+) -> Float[Tensor, "n V"]:
+    """d smoothed / d logits = softmax - (1 - e) onehot(target) - e / V, in the logits' type."""
+    real: Bool[Tensor, "n 1"] = (targets != IGNORED)[:, None]
+    grad = torch.exp(logits.to(log_sum.dtype) - log_sum[:, None])
+    if smoothing:
+        grad -= smoothing / logits.shape[-1]
+    hit = torch.full_like(targets, -1, dtype=grad.dtype) * (1 - smoothing)
+    grad.scatter_add_(1, targets.clamp(min=0)[:, None], hit[:, None])
+    return grad.masked_fill_(~real, 0.0).to(logits.dtype)

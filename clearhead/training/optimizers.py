@@ -1,0 +1,183 @@
+"""What turns gradients into steps: AdamW for everything, or Muon for the matrices of the blocks and AdamW for the rest.
+
+State is kept by the parameter's name, so that a checkpoint is one flat table of tensors.
+"""
+
+# torch has no other names for its operations on lists of tensors.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from clearhead.layers.linear import FusedLinear
+from clearhead.training.recipe import Train
+
+# A quintic that pulls singular values towards 1, steep at 0 rather than exact at 1 (Jordan et al. 2024, as torch.optim.Muon).
+QUINTIC = (3.4445, -4.7750, 2.0315)
+
+
+class Optimizers:
+    """AdamW and, where there is one, Muon, as one: `step`, `zero_grad`, `scale` for the schedule, `tensors` to save."""
+
+    def __init__(self, model: nn.Module, train: Train, *, lr: float) -> None:
+        matrices, decayed, plain = sort_parameters(model, muon=train.optimizer == "muon")
+        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        self.all: list[torch.optim.Optimizer] = []
+        groups = [
+            dict(params=decayed, weight_decay=train.weight_decay, highest=lr),
+            dict(params=plain, weight_decay=0.0, highest=lr),
+        ]
+        groups = [group for group in groups if group["params"]]
+        if groups:
+            sharded = any(isinstance(p, DTensor) for p in self.names)
+            # A tensor, since a compiled or fused step reads it anew where a number would be fixed.
+            self.all.append(torch.optim.AdamW(groups, lr=lr, betas=train.betas, fused=not sharded))  # type: ignore[arg-type]
+        if matrices:
+            muon = dict(params=matrices, weight_decay=train.weight_decay, highest=train.muon_lr)
+            self.all.append(Muon([muon], lr=train.muon_lr, momentum=train.momentum, parts=parts_of(model)))
+        self._fill()
+
+    def _fill(self) -> None:
+        """All state at once, so that a checkpoint can be read into it before the first step."""
+        for optimizer, parameter in self._each():
+            state = optimizer.state[parameter]
+            if isinstance(optimizer, Muon):
+                state["momentum"] = torch.zeros_like(parameter)
+            else:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+    def _each(self) -> Iterator[tuple[torch.optim.Optimizer, nn.Parameter]]:
+        for optimizer in self.all:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    yield optimizer, parameter
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that must be saved, by name: momenta and step counts. Rates are the schedule's."""
+        return {
+            f"{self.names[parameter]}.{name}": value
+            for optimizer, parameter in self._each()
+            for name, value in optimizer.state[parameter].items()
+        }
+
+    def scale(self, share: float) -> None:
+        """Set every rate to this share of its highest."""
+        for optimizer in self.all:
+            for group in optimizer.param_groups:
+                group["lr"] = group["highest"] * share
+
+    def step(self) -> None:
+        for optimizer in self.all:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Gradients stay where they are, at zero: a recorded pass adds to that memory."""
+        for optimizer in self.all:
+            optimizer.zero_grad(set_to_none=False)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self._each()]
+
+
+def sort_parameters(
+    model: nn.Module, *, muon: bool
+) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
+    """Muon's matrices, what else is decayed (matrices, embeddings), and what is not (norms, biases)."""
+    matrices: list[nn.Parameter] = []
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.ndim < 2:
+            plain.append(parameter)
+        # Embeddings and heads are tables of rows that stand for words: no orthogonal steps for them.
+        elif muon and parameter.ndim == 2 and "blocks." in name:
+            matrices.append(parameter)
+        else:
+            decayed.append(parameter)
+    return matrices, decayed, plain
+
+
+def parts_of(model: nn.Module) -> dict[nn.Parameter, list[int]]:
+    """The rows of each matrix inside a fused one: q, k and v are three matrices, each orthogonal by itself."""
+    fused = (module for module in model.modules() if isinstance(module, FusedLinear))
+    return {module.weight: list(module.parts.values()) for module in fused}
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, made orthogonal, as a step (Jordan et al. 2024): every direction of a matrix learns at the same rate.
+
+    The mathematics of torch.optim.Muon, with three differences: matrices of one shape go through the iteration together, in one
+    batched product; where the processor multiplies bfloat16 slowly (a CPU) the iteration runs in float32; fused matrices are
+    taken apart first, and a matrix that is spread over processes is gathered for it.
+    """
+
+    def __init__(
+        self, params: Any, *, lr: float, momentum: float = 0.95, parts: dict[nn.Parameter, list[int]] | None = None
+    ) -> None:
+        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=0.0))
+        self.parts = parts or {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None, "Muon takes one gradient a step"
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            grads: list[Tensor] = [p.grad for p in parameters]
+            moments: list[Tensor] = [self.state[p]["momentum"] for p in parameters]
+            torch._foreach_lerp_(moments, grads, 1 - group["momentum"])
+            torch._foreach_lerp_(grads, moments, group["momentum"])  # Nesterov's look ahead
+            if group["weight_decay"]:
+                torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+            steps = self._orthogonal(parameters, grads)
+            torch._foreach_add_(parameters, steps, alpha=-group["lr"])
+
+    def _orthogonal(self, parameters: list[nn.Parameter], grads: list[Tensor]) -> list[Tensor]:
+        whole = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+        pieces = [list(grad.split(self.parts.get(p, [len(grad)]))) for p, grad in zip(parameters, whole, strict=True)]
+        by_shape: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
+        for i, split in enumerate(pieces):
+            for j, piece in enumerate(split):
+                rows, cols = piece.shape
+                by_shape[min(rows, cols), max(rows, cols)].append((i, j))
+        for places in by_shape.values():
+            wide = [
+                pieces[i][j] if pieces[i][j].shape[0] <= pieces[i][j].shape[1] else pieces[i][j].T for i, j in places
+            ]
+            for (i, j), result in zip(places, orthogonalise(torch.stack(wide)), strict=True):
+                rows, cols = pieces[i][j].shape
+                # A tall matrix has fewer directions than rows; its step grows to have the size of a square one's.
+                pieces[i][j] = (result if rows <= cols else result.T) * math.sqrt(max(1.0, rows / cols))
+        joined = [torch.cat(split).to(grad.dtype) for split, grad in zip(pieces, whole, strict=True)]
+        return [_spread(step, p) for step, p in zip(joined, parameters, strict=True)]
+
+
+def _spread(step: Tensor, like: Tensor) -> Tensor:
+    """Each process's share of a step that all of them have computed."""
+    if not isinstance(like, DTensor):
+        return step
+    return distribute_tensor(step, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def orthogonalise(x: Tensor, steps: int = 5) -> Tensor:
+    """U V^T of each matrix U S V^T of a batch, nearly: its singular values come out between about 0.7 and 1.2."""
+    a, b, c = QUINTIC
+    out = x if x.device.type == "cpu" else x.bfloat16()
+    out = out / out.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = out @ out.mT
+        out = torch.baddbmm(out, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), out, beta=a)
+    return out.to(x.dtype)

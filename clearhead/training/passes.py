@@ -1,0 +1,68 @@
+"""One piece of a batch, forward and backward: called, or on a GPU replayed from a recording.
+
+A small model's step is hundreds of short kernels, and starting each takes longer than running it. Recorded once as a CUDA graph,
+all of them start with one call. A recording holds for one shape of batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead.training.tasks.task import Batch
+
+SHAPES = 4  # recordings kept; a batch of yet another shape is computed as it comes
+WARM_UP = 3
+
+
+class Passes:
+    """Gradients of `factor` x the batch's goal, added to those that are there; returns the sum of its losses."""
+
+    def __init__(self, objective: Callable[..., Any], autocast: AbstractContextManager[Any], *, record: bool) -> None:
+        self.objective, self.autocast, self.record = objective, autocast, record
+        self.recordings: dict[Any, Recording] = {}
+
+    def __call__(self, batch: Batch, factor: float) -> Tensor:
+        if not self.record:
+            return self.run(batch, factor)
+        shapes = tuple((name, tuple(tensor.shape)) for name, tensor in batch.items())
+        if shapes not in self.recordings:
+            if len(self.recordings) == SHAPES:
+                return self.run(batch, factor)
+            self.recordings[shapes] = Recording(self.run, batch)
+        return self.recordings[shapes].replay(batch, factor)
+
+    def run(self, batch: Batch, factor: float | Tensor) -> Tensor:
+        with self.autocast:
+            goal, loss, _ = self.objective(batch)
+        (goal * factor).backward()
+        return loss.detach()
+
+
+class Recording:
+    """The kernels of one pass, and the memory they read their input from."""
+
+    def __init__(self, run: Callable[[Batch, float | Tensor], Tensor], batch: Batch) -> None:
+        self.batch = {name: tensor.clone() for name, tensor in batch.items()}
+        device = next(iter(batch.values())).device
+        self.factor = torch.zeros((), device=device)  # so that warming up adds nothing to the gradients
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                run(self.batch, self.factor)
+        torch.cuda.current_stream(device).wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.loss = run(self.batch, self.factor)
+
+    def replay(self, batch: Batch, factor: float) -> Tensor:
+        for name, tensor in batch.items():
+            self.batch[name].copy_(tensor, non_blocking=True)
+        self.factor.fill_(factor)
+        self.graph.replay()
+        return self.loss

@@ -1,0 +1,289 @@
+"""A recipe: everything a training run is, in one TOML file of three tables (model, data, train). Without torch.
+
+    task = "translate"
+    [model]
+    preset = "transformer-base"     # or from = "a/checkpoint"; every other name is a field of Config
+    [data]
+    source = ["train.en"]
+    [train]
+    steps = 5000
+
+`--set train.steps=500` replaces one field. The run folder holds the recipe with every field, as it was run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from clearhead.config import Config
+from clearhead.errors import ConfigError, InputError, did_you_mean
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]
+
+TASKS = ("language", "translate", "mask", "classify")
+SHIPPED = Path(__file__).parent / "recipes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What is learnt from, and how it is read."""
+
+    files: tuple[str, ...] = ()  # texts or tables; for pictures one folder with a folder for each class
+    source: tuple[str, ...] = ()  # translate: line n of the source belongs to line n of the target
+    target: tuple[str, ...] = ()
+    valid: tuple[str, ...] = ()  # held-out files; without any, valid_share of the data is held out
+    valid_source: tuple[str, ...] = ()
+    valid_target: tuple[str, ...] = ()
+    valid_share: float = 0.05
+    embedded: Literal["", "dates", "code", "digits"] = ""  # data that needs no file
+    columns: tuple[str, ...] = ()  # the columns of a table; () is (text), (source, target) or (text, label)
+    documents: Literal["file", "line", "paragraph"] = "file"  # what one document is, in a text file
+    tokenizer: str = "bpe"  # a kind to train (bpe, unigram, wordpiece, bytes, chars), or where one is
+    vocab_size: int = 8192
+    split_digits: bool = False  # a trained tokenizer has a token for each digit, none for longer numbers
+    lowercase: bool = False
+    length: int = 256  # tokens: of a window (language, mask), the longest text, source or target otherwise
+    bad_bytes: Literal["error", "replace", "drop"] = "error"  # text that is no UTF-8
+    empty: Literal["error", "drop", "keep"] = "drop"  # empty lines and texts
+    too_long: Literal["error", "drop", "cut"] = "error"  # texts of more than `length` tokens
+    unequal: Literal["error", "cut"] = "error"  # a source and a target of different line counts
+    shift: int = 0  # pictures move by up to so many pixels, each time anew
+    flip: bool = False  # pictures are mirrored half of the time
+    cache: str = ""  # where tokenised data is kept; "" is `data` beside the run's folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """How it is learnt."""
+
+    steps: int = 1000
+    batch_tokens: int = 4096  # of one step, padding included, all processes and accumulated parts together
+    accumulate: int = 1  # a step's batch is computed in so many parts, to fit in memory
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of the blocks; the rest has AdamW
+    lr: float = 1e-3  # AdamW's; 0 with schedule noam is the paper's
+    muon_lr: float = 0.02
+    weight_decay: float = 0.1  # of matrices only
+    betas: tuple[float, float] = (0.9, 0.95)
+    momentum: float = 0.95  # Muon's
+    schedule: Literal["constant", "cosine", "noam", "wsd"] = "cosine"
+    warmup: int = 100
+    decay: float = 0.2  # wsd: the share of steps that the last, falling part takes
+    min_lr: float = 0.0  # cosine and wsd end here, as a share of the highest
+    clip: float = 1.0  # gradients no longer than this; 0: as they are
+    label_smoothing: float = 0.0
+    mask_share: float = 0.15  # mask: how many tokens are to be guessed
+    average: int = 0  # the result is the mean of so many last checkpoints (section 6.1 of the paper); 0: no mean
+    keep: Literal["best", "last"] = "best"  # without a mean: which weights are the result
+    best: Literal["loss", "accuracy", "bleu", "chrf", "exact"] = "loss"  # the metric that says which is best
+    patience: int = 0  # stop after so many evaluations without a better loss; 0: never
+    lora_rank: int = 0  # 0: all weights learn; n: only additions of rank n to the matrices of the blocks
+    lora_alpha: float = 16.0
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 products on a GPU that has them
+    compile: bool = False
+    record: bool = True  # on a GPU, where batches have one shape: replay the step as a CUDA graph
+    checkpointing: bool = False  # less memory, a third more time
+    deterministic: bool = False  # on a GPU: only kernels that add in a fixed order
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # with several processes: whole copies, or each holds a share
+    device: str = "auto"
+    seed: int = 0
+    log_every: int = 10
+    evaluate_every: int = 200
+    evaluate_rows: int = 0  # at most so many held-out rows; 0: all
+    checkpoint_every: int = 200
+    samples: int = 5  # held-out examples written out at each evaluation
+    score_rows: int = 200  # translate: held-out rows decoded for BLEU, chrF and exact matches; 0: none
+    beams: int = 1  # translate: for that decoding
+    tensorboard: bool = True  # where it is installed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    task: Literal["language", "translate", "mask", "classify"]
+    model: Mapping[str, Any] = field(default_factory=dict)  # `preset` or `from`, and fields of Config
+    data: Data = Data()
+    train: Train = Train()
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise ConfigError(f"there is no task {self.task!r}; {did_you_mean(str(self.task), TASKS)}")
+        _check_model(self.model)
+        _check_values(self)
+
+    @classmethod
+    def read(cls, text: str, *, name: str = "the recipe") -> Recipe:
+        """The recipe in a TOML text."""
+        try:
+            tables = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{name} is no TOML ({error}); mend that line") from None
+        return cls.from_tables(tables, name=name)
+
+    @classmethod
+    def from_tables(cls, tables: Mapping[str, Any], *, name: str = "the recipe") -> Recipe:
+        for key in tables:
+            if key not in ("task", "model", "data", "train"):
+                raise ConfigError(
+                    f"{name} has no part {key!r}; {did_you_mean(key, ('task', 'model', 'data', 'train'))}"
+                )
+        if "task" not in tables:
+            raise ConfigError(f"{name} does not say its task; write task = one of: {', '.join(TASKS)}")
+        return cls(
+            task=tables["task"],
+            model=dict(tables.get("model", {})),
+            data=_make(Data, "data", tables.get("data", {})),
+            train=_make(Train, "train", tables.get("train", {})),
+        )
+
+    def tables(self) -> dict[str, Any]:
+        return {"task": self.task, "model": dict(self.model), "data": asdict(self.data), "train": asdict(self.train)}
+
+    def to_toml(self) -> str:
+        lines = [f"task = {_toml(self.task)}"]
+        for name in ("model", "data", "train"):
+            lines += ["", f"[{name}]"]
+            lines += [f"{key} = {_toml(value)}" for key, value in self.tables()[name].items()]
+        return "\n".join(lines) + "\n"
+
+    def with_set(self, settings: Iterable[str]) -> Recipe:
+        """The recipe with fields replaced: "train.steps=500", "model.n_layers=4", "data.files=['a.txt']"."""
+        tables = self.tables()
+        for setting in settings:
+            path, equals, value = setting.partition("=")
+            part, dot, name = path.strip().partition(".")
+            if not (equals and dot and part in ("model", "data", "train")):
+                raise ConfigError(f"--set {setting!r} is not understood; write part.field=value, e.g. train.steps=500")
+            # Checked here and not only at the end, so that the message can name the field's part too.
+            known = {"data": _names(Data), "train": _names(Train), "model": _model_names()}
+            if name not in known[part]:
+                everywhere = [f"{part}.{name}" for part, names in known.items() for name in names]
+                raise ConfigError(f"a recipe has no field {part}.{name}; {did_you_mean(f'{part}.{name}', everywhere)}")
+            tables[part][name] = _value(value.strip())
+        return Recipe.from_tables(tables)
+
+    def with_files(self, **files: Iterable[str]) -> Recipe:
+        """The recipe with these files, as absolute paths, so that a run resumes from any folder."""
+        given = {name: tuple(_absolute(file) for file in names) for name, names in files.items() if names}
+        return replace(self, data=replace(self.data, **given))
+
+
+def find_recipe(name: str) -> Recipe:
+    """A shipped recipe by its name, or one from a file."""
+    shipped = sorted(path.stem for path in SHIPPED.glob("*.toml"))
+    path = SHIPPED / f"{name}.toml" if name in shipped else Path(name)
+    if path.suffix != ".toml":
+        raise ConfigError(f"there is no recipe {name!r}; {did_you_mean(name, shipped)}, or name a .toml file")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"the recipe {name!r} can not be read ({error}); is the path right?") from None
+    return Recipe.read(text, name=path.name)
+
+
+def _absolute(file: str) -> str:
+    return file if file.startswith("hf:") else str(Path(file).absolute())
+
+
+def _names(kind: type) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+def _model_names() -> list[str]:
+    return ["preset", "from", *_names(Config)]
+
+
+def _check_model(model: Mapping[str, Any]) -> None:
+    for name in model:
+        if name not in _model_names():
+            raise ConfigError(f"a recipe has no field model.{name}; {did_you_mean(name, _model_names())}")
+    if "preset" in model and "from" in model:
+        raise ConfigError(
+            f"model.preset={model['preset']!r} and model.from={model['from']!r} both say where to start; leave one out"
+        )
+
+
+def _make(kind: type, part: str, values: Any) -> Any:
+    if not isinstance(values, dict):
+        raise ConfigError(f"[{part}] is a table of fields; got {values!r:.60}; write [{part}] and a field a line")
+    hints = get_type_hints(kind)
+    for name in values:
+        if name not in hints:
+            raise ConfigError(f"a recipe has no field {part}.{name}; {did_you_mean(name, hints)}")
+    return kind(**{name: _typed(f"{part}.{name}", value, hints[name]) for name, value in values.items()})
+
+
+def _typed(name: str, value: Any, kind: Any) -> Any:
+    """The value as the field's type, or an error that names the field."""
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise ConfigError(f"{name}={value!r} is not known; {did_you_mean(str(value), map(str, get_args(kind)))}")
+        return value
+    if get_origin(kind) is tuple:
+        if isinstance(value, str):
+            value = [value]  # one file needs no brackets
+        inner = get_args(kind)[0]
+        if not isinstance(value, list | tuple) or not all(_is(item, inner) for item in value):
+            raise ConfigError(f"{name}={value!r} is no list of {inner.__name__}; write [...]")
+        return tuple(inner(item) for item in value)
+    if not _is(value, kind):
+        raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; give a value of type {kind.__name__}")
+    return kind(value)
+
+
+def _is(value: Any, kind: type) -> bool:
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return type(value) is kind
+
+
+def _check_values(recipe: Recipe) -> None:
+    data, train = recipe.data, recipe.train
+    least = {
+        "train": dict(steps=1, batch_tokens=1, accumulate=1, warmup=0, average=0, patience=0, lora_rank=0, log_every=1)
+        | dict(evaluate_every=1, checkpoint_every=1, samples=0, score_rows=0, beams=1, evaluate_rows=0),
+        "data": dict(vocab_size=1, length=2, shift=0),
+    }
+    for part, table in (("train", train), ("data", data)):
+        for name, low in least[part].items():
+            if getattr(table, name) < low:
+                raise ConfigError(f"{part}.{name}={getattr(table, name)} is too small; nearest valid: {low}")
+    shares = {"train.label_smoothing": train.label_smoothing, "data.valid_share": data.valid_share}
+    shares |= {"train.min_lr": train.min_lr, "train.decay": train.decay, "train.mask_share": train.mask_share}
+    shares |= {"train.momentum": train.momentum, "train.betas[0]": train.betas[0], "train.betas[1]": train.betas[1]}
+    for name, value in shares.items():
+        if not 0 <= value < 1:
+            raise ConfigError(f"{name}={value} is no share; give a number from 0 up to, but not, 1")
+    for name in ("lr", "muon_lr", "weight_decay", "clip", "lora_alpha"):
+        if not 0 <= getattr(train, name) < float("inf"):
+            raise ConfigError(
+                f"train.{name}={getattr(train, name)} is below 0 or no number; {getattr(Train, name)} is usual"
+            )
+    if train.lr == 0 and train.schedule != "noam":
+        raise ConfigError(
+            f"train.lr=0 is for schedule='noam'; got schedule={train.schedule!r}; give a rate such as 0.001"
+        )
+
+
+def _value(text: str) -> Any:
+    """A value as TOML writes it; what TOML does not know, as --set train.schedule=cosine, is a text."""
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    return repr(value)

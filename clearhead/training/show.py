@@ -1,0 +1,60 @@
+"""What a run says while it runs. The library is silent; the command line passes a `Show` that draws."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+Row = dict[str, Any]  # one line of metrics.jsonl
+
+
+class Show:
+    """Says nothing. A subclass overrides what it wants to show."""
+
+    def note(self, text: str) -> None:
+        """Something a user should know: lines dropped, a checkpoint passed over."""
+
+    def progress(self, title: str) -> Callable[[int, int], None]:
+        """A bar for work before the first step; call it with (done, total)."""
+        return lambda done, total: None
+
+    def begin(self, summary: dict[str, str], step: int, steps: int) -> None:
+        """All is ready; the first step comes next."""
+
+    def step(self, row: Row) -> None:
+        """A logged step."""
+
+    def evaluated(self, row: Row) -> None:
+        """An evaluation on held-out data."""
+
+    def end(self) -> None:
+        """No more steps: what follows is the result."""
+
+
+class Interrupts:
+    """While this is open, Ctrl-C and a polite kill are kept until a step is done; a second Ctrl-C ends at once."""
+
+    def __init__(self) -> None:
+        self.raised = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self._before[number] = signal.signal(number, self._keep)
+            except ValueError:  # not the main thread: whoever runs us there handles signals
+                break
+        return self
+
+    def _keep(self, number: int, frame: Any) -> None:
+        if self.raised:
+            raise KeyboardInterrupt
+        self.raised = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,245 @@
+"""Classification: one label for a text or for a picture."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clearhead.config import Generation
+from clearhead.data.corpora import find_pictures, read_labelled
+from clearhead.data.embedded import digits, held_out_fifth
+from clearhead.data.order import RowOrder, TokenOrder, held_out, in_order, padding_waste
+from clearhead.data.preparing import prepare_labelled
+from clearhead.data.preparing_pictures import prepare_arrays, prepare_pictures
+from clearhead.data.store import Store
+from clearhead.models import Encoder, Model
+from clearhead.training.recipe import Recipe
+from clearhead.training.tasks.corpus import Corpus
+from clearhead.training.tasks.task import Batch, Facts, Losses, Rows, Sample, Task, pad, row_generator
+
+
+def are_pictures(recipe: Recipe) -> bool:
+    """Whether the recipe's model reads pictures."""
+    return recipe.model.get("inputs") == "patches" or str(recipe.model.get("preset", "")).startswith(("vit", "deit"))
+
+
+class Classes(Task):
+    """What texts and pictures share: the loss, the labels, the split."""
+
+    store: Store
+    valid: Store
+    chosen: Rows
+    valid_rows: Rows
+
+    @property
+    def labels(self) -> list[str]:
+        return self.store.info["labels"]
+
+    def _split(self, valid: Store | None) -> None:
+        self.chosen, self.valid = np.arange(len(self.store)), valid or self.store
+        if valid is None:
+            self.chosen, self.valid_rows = held_out(
+                len(self.store), self.recipe.data.valid_share, self.recipe.train.seed
+            )
+        else:
+            self.valid_rows = np.arange(len(valid))
+
+    def _facts(self, corpus: Corpus, fields: dict[str, Any], table: dict[str, str], pad: int | None = None) -> None:
+        table = {"rows": f"{len(self.chosen):,} to learn from, {len(self.valid_rows):,} held out", **table}
+        table["classes"] = f"{len(self.labels)}: {', '.join(self.labels[:8])}" + (
+            " ..." if len(self.labels) > 8 else ""
+        )
+        fields = dict(shape="encoder", head="classes", labels=tuple(self.labels), n_classes=len(self.labels), **fields)
+        self.facts = Facts(fields, Generation(pad=pad), table, corpus.notes)
+
+    def predictions(self, rows: Rows) -> int:
+        return len(rows)
+
+    def count(self, batch: Batch) -> Tensor:
+        return torch.tensor(len(batch["labels"]))
+
+    def batch(self, rows: Rows, step: int) -> Batch:
+        return self._batch(self.store, self.chosen[rows], step)
+
+    def held_out_batch(self, rows: Rows) -> Batch:
+        return self._batch(self.valid, self.valid_rows[rows], None)
+
+    @abstractmethod
+    def _batch(self, store: Store, rows: Rows, step: int | None) -> Batch:
+        """The tensors of rows of a store; `step` is None for held-out ones."""
+
+    def losses(self, model: Model, batch: Batch) -> Losses:
+        assert isinstance(model, Encoder)
+        checkpointing = self.recipe.train.checkpointing and model.training
+        logits = model(batch["inputs"], batch.get("mask"), checkpointing=checkpointing).float()
+        smoothing = self.recipe.train.label_smoothing if model.training else 0.0
+        goal = F.cross_entropy(logits, batch["labels"], label_smoothing=smoothing, reduction="sum")
+        loss = F.cross_entropy(logits.detach(), batch["labels"], reduction="sum")
+        return Losses(goal, loss, (logits.argmax(-1) == batch["labels"]).sum())
+
+    def write(self, model: Model, *, final: bool) -> tuple[dict[str, float], list[Sample]]:
+        rows = np.arange(min(self.recipe.train.samples, len(self.valid_rows)))
+        if not len(rows):
+            return {}, []
+        batch = self.held_out_batch(rows)
+        device = next(model.parameters()).device
+        with torch.no_grad():
+            mask = batch["mask"].to(device) if "mask" in batch else None
+            guesses = model(batch["inputs"].to(device), mask).argmax(-1).tolist()
+        shown = [self._show(int(row)) for row in self.valid_rows[rows]]
+        right = [self.labels[label] for label in batch["labels"].tolist()]
+        return {}, [Sample(*one) for one in zip(shown, (self.labels[g] for g in guesses), right, strict=True)]
+
+    @abstractmethod
+    def _show(self, row: int) -> str:
+        """A held-out row for a person to read."""
+
+
+class TextClasses(Classes):
+    """A label for a text."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        super().__init__(corpus.recipe)
+        corpus.need("files")
+        d, t = self.recipe.data, self.recipe.train
+        columns = (d.columns[0], d.columns[1]) if len(d.columns) == 2 else ("text", "label")
+
+        def read() -> Iterator[str]:
+            return (text for text, _ in read_labelled(d.files, columns=columns, policy=corpus.policy))
+
+        self.tokenizer = self.words = tokenizer = corpus.tokenizer(
+            read, ("<pad>", "<s>", "</s>", "<unk>", "<mask>"), around=True
+        )
+
+        def prepare(name: str, files: Sequence[str], labels: list[str] | None) -> Store:
+            return corpus.store(
+                name,
+                lambda folder: prepare_labelled(
+                    folder,
+                    files,
+                    tokenizer,
+                    max_len=d.length,
+                    columns=columns,
+                    labels=labels,
+                    lowercase=d.lowercase,
+                    policy=corpus.policy,
+                    progress=corpus.show.progress(f"tokenising {name}"),
+                ),
+                tokenizer.core.to_str(),
+            )
+
+        self.store = prepare("texts", d.files, None)
+        self._split(prepare("valid", d.valid, self.labels) if d.valid else None)
+        lengths = self.store["text"].lengths[self.chosen]
+        self.order = TokenOrder([lengths], t.batch_tokens, t.seed)
+        first = [self.order.rows(step) for step in range(20)]
+        count = round(float(np.mean([len(batch) for batch in first])))
+        self.shape = (count, t.batch_tokens // count, 0)
+        table = {"vocabulary": f"{tokenizer.vocab_size:,} tokens", "tokens": f"{lengths.sum():,}"}
+        table["padding"] = f"{padding_waste([lengths], first):.1%} of a batch"
+        self._facts(corpus, dict(vocab_size=tokenizer.vocab_size, max_len=d.length), table, tokenizer.pad)
+
+    def tokens(self, rows: Rows) -> int:
+        return int(self.store["text"].lengths[self.chosen[rows]].sum())
+
+    def held_out(self) -> list[Rows]:
+        lengths = self.valid["text"].lengths[self.valid_rows]
+        return in_order(
+            [lengths], max(self.recipe.train.batch_tokens // self.recipe.train.accumulate, int(lengths.max()))
+        )
+
+    def _batch(self, store: Store, rows: Rows, step: int | None) -> Batch:
+        tokens, lengths = pad([store["text"][int(row)] for row in rows], self.words.pad or 0)
+        real = torch.arange(tokens.shape[1]) < torch.from_numpy(lengths)[:, None]
+        labels = torch.from_numpy(store["label"].flat[rows].astype(np.int64))
+        return {"inputs": tokens, "mask": real, "labels": labels}
+
+    def _show(self, row: int) -> str:
+        return self.words.decode(self.valid["text"][row].tolist())
+
+
+class PictureClasses(Classes):
+    """A label for a picture, with small shifts and mirror images if the recipe asks for them."""
+
+    has_one_shape = True
+
+    def __init__(self, corpus: Corpus) -> None:
+        super().__init__(corpus.recipe)
+        d, t, model = self.recipe.data, self.recipe.train, self.recipe.model
+        size, channels = model.get("image_size", 224), model.get("n_channels", 3)
+        patch = model.get("patch_size", 16)
+        if d.embedded == "digits":
+            pictures, labels = digits()
+            held = held_out_fifth(labels)
+            stores = [
+                corpus.store(
+                    name,
+                    lambda folder, chosen=chosen: prepare_arrays(
+                        folder, pictures[chosen].numpy(), [str(int(label)) for label in labels[chosen]]
+                    ),
+                )
+                for name, chosen in (("digits", ~held), ("digits-held-out", held))
+            ]
+            self.store = stores[0]
+            self._split(stores[1])
+        else:
+            corpus.need("files")
+
+            def prepare(name: str, folder: str, labels: list[str] | None) -> Store:
+                return corpus.store(
+                    name,
+                    lambda place: prepare_pictures(
+                        place,
+                        find_pictures(Path(folder)),
+                        size,
+                        channels,
+                        labels=labels,
+                        policy=corpus.policy,
+                        progress=corpus.show.progress(f"reading {name}"),
+                    ),
+                    folder,
+                    size,
+                    channels,
+                )
+
+            self.store = prepare("pictures", d.files[0], None)
+            self._split(prepare("valid", d.valid[0], self.labels) if d.valid else None)
+        self.length = (size // patch) ** 2 + 1
+        rows = max(1, t.batch_tokens // self.length)
+        self.order = RowOrder(len(self.chosen), rows, t.seed)
+        self.shape = (rows, self.length, 0)
+        table = {"pictures": f"{channels} x {size} x {size}, {self.length} tokens each"}
+        self._facts(corpus, dict(inputs="patches", image_size=size, n_channels=channels), table)
+
+    def tokens(self, rows: Rows) -> int:
+        return len(rows) * self.length
+
+    def held_out(self) -> list[Rows]:
+        at_once = max(1, self.shape[0] // self.recipe.train.accumulate)
+        rows = np.arange(len(self.valid_rows))
+        return [rows[at : at + at_once] for at in range(0, len(rows), at_once)]
+
+    def _batch(self, store: Store, rows: Rows, step: int | None) -> Batch:
+        pictures = store["picture"].flat[rows]
+        if step is not None and (self.recipe.data.shift or self.recipe.data.flip):
+            pictures = np.stack([self._vary(p, step, int(row)) for p, row in zip(pictures, rows, strict=True)])
+        inputs = torch.from_numpy(np.array(pictures, dtype=np.float32)) / 127.5 - 1
+        return {"inputs": inputs, "labels": torch.from_numpy(store["label"].flat[rows].astype(np.int64))}
+
+    def _vary(self, picture: np.ndarray, step: int, row: int) -> np.ndarray:
+        d, random = self.recipe.data, row_generator(self.recipe.train.seed, step, row)
+        down, right = random.integers(-d.shift, d.shift + 1, 2) if d.shift else (0, 0)
+        height, width = picture.shape[1:]
+        wide = np.pad(picture, ((0, 0), (d.shift, d.shift), (d.shift, d.shift)), mode="edge")
+        moved = wide[:, d.shift + down : d.shift + down + height, d.shift + right : d.shift + right + width]
+        return moved[:, :, ::-1] if d.flip and random.random() < 0.5 else moved
+
+    def _show(self, row: int) -> str:
+        return f"picture {row}"

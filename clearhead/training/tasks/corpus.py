@@ -1,0 +1,75 @@
+"""A recipe's data, as tasks want it: the tokenizer, the stores of training and held-out rows, and what was met in them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from clearhead.data import Tokenizer, load_tokenizer, train_tokenizer
+from clearhead.data.findings import Policy
+from clearhead.data.store import Store
+from clearhead.errors import ConfigError
+from clearhead.training.embedded import unpack
+from clearhead.training.recipe import Recipe
+from clearhead.training.show import Show
+
+KINDS = ("bpe", "unigram", "wordpiece", "bytes", "chars")
+
+
+class Corpus:
+    """Where a recipe's data comes from and where its tokenised form is kept."""
+
+    def __init__(self, recipe: Recipe, out: Path, show: Show) -> None:
+        self.out, self.show = out, show
+        self.cache = Path(recipe.data.cache) if recipe.data.cache else out.parent / "data"
+        self.recipe = unpack(recipe, self.cache)
+        d = self.recipe.data
+        self.policy = Policy(bad_bytes=d.bad_bytes, empty=d.empty, too_long=d.too_long, unequal=d.unequal)
+        self.notes: list[str] = []
+
+    def need(self, *names: str) -> None:
+        """Refuse a recipe that does not say where its data is."""
+        for name in names:
+            if not getattr(self.recipe.data, name):
+                flag = "files" if name == "files" else f"--{name.replace('_', '-')}"
+                raise ConfigError(
+                    f"the task {self.recipe.task!r} learns from data.{name}, and there is none; name {flag} on the command "
+                    f"line, or set it in the recipe"
+                )
+
+    def tokenizer(self, texts: Callable[[], Iterable[str]], special: Sequence[str], *, around: bool) -> Tokenizer:
+        """The checkpoint's tokenizer, one from a file, or one trained on `texts`; kept in the run's folder."""
+        d, kept = self.recipe.data, self.out / "tokenizer.json"
+        if kept.is_file():
+            return load_tokenizer(self.out)
+        if "from" in self.recipe.model:
+            found = load_tokenizer(self.recipe.model["from"])
+        elif d.tokenizer not in KINDS:
+            found = load_tokenizer(d.tokenizer)
+        else:
+            self.show.note(f"training a {d.tokenizer} tokenizer")
+            read = (text.lower() for text in texts()) if d.lowercase else texts()
+            found = train_tokenizer(
+                kind=d.tokenizer,  # type: ignore[arg-type]
+                texts=read,
+                vocab_size=None if d.tokenizer in ("bytes", "chars") else d.vocab_size,
+                special=special,
+                split_digits=d.split_digits,
+                add_bos=around,
+                add_eos=around,
+            )
+        found.save(self.out)
+        return found
+
+    def store(self, name: str, make: Callable[[Path], Store], *key: object) -> Store:
+        """A prepared store, kept under a name made of what it is made of; what was met in it is said once."""
+        text = json.dumps([*map(str, key), asdict(self.recipe.data), asdict(self.policy)], sort_keys=True)
+        store = make(self.cache / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}")
+        for line in store.info.get("findings", []):
+            note = f"{name}: {line}"
+            self.notes.append(note)
+            self.show.note(note)
+        return store

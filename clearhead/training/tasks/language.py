@@ -1,0 +1,171 @@
+"""Language modelling: at each place of a text, the next token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from clearhead.config import Generation
+from clearhead.data.corpora import read_texts
+from clearhead.data.preparing import prepare_texts
+from clearhead.data.store import Store
+from clearhead.data.windows import Windows, split_stream
+from clearhead.generation import generate
+from clearhead.inside import probe
+from clearhead.layers.masks import documents
+from clearhead.models import Decoder, Model
+from clearhead.training.losses import IGNORED
+from clearhead.training.report import AttentionPicture
+from clearhead.training.tasks.corpus import Corpus
+from clearhead.training.tasks.task import Batch, Facts, Losses, Rows, Sample, Task, piece_name, token_losses
+
+PROMPT, CONTINUED = 32, 64  # tokens of a sample
+
+
+class WindowTask(Task):
+    """What language modelling and masking share: texts packed into windows of equal length."""
+
+    special = ("<pad>", "<s>", "</s>", "<unk>")
+    has_one_shape = True
+
+    def __init__(self, corpus: Corpus) -> None:
+        super().__init__(corpus.recipe)
+        corpus.need("files")
+        d, seed = self.recipe.data, self.recipe.train.seed
+        column = d.columns[0] if d.columns else "text"
+
+        def read() -> Iterator[str]:
+            options: dict[str, Any] = dict(column=column, documents=d.documents, policy=corpus.policy)
+            return (piece.text for piece in read_texts(d.files, **options))
+
+        self.tokenizer = self.words = tokenizer = corpus.tokenizer(read, self.special, around=False)
+
+        def prepare(name: str, files: tuple[str, ...]) -> Store:
+            return corpus.store(
+                name,
+                lambda folder: prepare_texts(
+                    folder,
+                    files,
+                    tokenizer,
+                    column=column,
+                    documents=d.documents,
+                    lowercase=d.lowercase,
+                    policy=corpus.policy,
+                    progress=corpus.show.progress(f"tokenising {name}"),
+                ),
+                files,
+                tokenizer.core.to_str(),
+            )
+
+        store = prepare("text", d.files)
+        held = prepare("valid", d.valid) if d.valid else store
+        cut = None if d.valid else split_stream(len(store["text"].flat), d.valid_share)
+        rows = max(1, self.recipe.train.batch_tokens // d.length)
+        self.windows = Windows(store["text"], d.length, seed, stop=cut, rows_per_step=rows)
+        self.valid = Windows(held["text"], d.length, seed, start=cut or 0)
+        self.bytes_per_token = held.info["bytes"] / max(len(held["text"].flat), 1)
+        self.length, self.shape = d.length, (rows, d.length, 0)
+        eos = tokenizer.eos
+        self.facts = Facts(
+            fields=self.fields(tokenizer.vocab_size),
+            generation=Generation(bos=eos, eos=() if eos is None else (eos,), pad=tokenizer.pad),
+            table={
+                "text": f"{size(self.windows):,} tokens to learn from, {size(self.valid):,} held out",
+                "vocabulary": f"{tokenizer.vocab_size:,} tokens, {self.bytes_per_token:.2f} bytes each",
+            },
+            notes=corpus.notes,
+        )
+
+    def fields(self, vocab_size: int) -> dict[str, Any]:
+        return dict(shape="decoder", vocab_size=vocab_size, max_len=self.length)
+
+    def rows(self, step: int) -> Rows:
+        return self.windows.starts(step)
+
+    def epoch(self, step: int) -> float:
+        return self.windows.epoch(step)
+
+    def predictions(self, rows: Rows) -> int:
+        return len(rows) * self.length
+
+    def tokens(self, rows: Rows) -> int:
+        return len(rows) * self.length
+
+    def held_out(self) -> list[Rows]:
+        at_once = max(1, self.shape[0] // self.recipe.train.accumulate)
+        starts = self.valid.in_order()
+        return [starts[at : at + at_once] for at in range(0, len(starts), at_once)]
+
+
+class Language(WindowTask):
+    """Predict each token from those before it, in its own document."""
+
+    def batch(self, rows: Rows, step: int) -> Batch:
+        return split_windows(*self.windows.batch(rows))
+
+    def held_out_batch(self, rows: Rows) -> Batch:
+        return split_windows(*self.valid.batch(rows))
+
+    def losses(self, model: Model, batch: Batch) -> Losses:
+        assert isinstance(model, Decoder)
+        states = model.states(
+            batch["tokens"],
+            documents(batch["documents"]) if "documents" in batch else None,
+            positions=batch.get("positions"),
+            checkpointing=self.recipe.train.checkpointing and model.training,
+        )
+        return token_losses(model, states, batch["targets"], self.recipe.train.label_smoothing)
+
+    def metrics(self, loss: float, correct: float, count: float) -> dict[str, float]:
+        found = super().metrics(loss, correct, count)
+        return {**found, "bits_per_byte": found["loss"] / math.log(2) / self.bytes_per_token}
+
+    def write(self, model: Model, *, final: bool) -> tuple[dict[str, float], list[Sample]]:
+        """Held-out text, gone on with: drawn, since what is likeliest repeats itself."""
+        assert isinstance(model, Decoder)
+        prompt = min(PROMPT, self.length // 2)
+        starts = self.valid.in_order()[: self.recipe.train.samples]
+        tokens, _ = self.valid.batch(starts)
+        prompts = [row[:prompt].tolist() for row in tokens]
+        room = min(CONTINUED, self.length - prompt)
+        written = generate(model, prompts, max_new_tokens=room, temperature=0.8, top_p=0.95, seed=0)
+        wanted = [row[prompt : prompt + room].tolist() for row in tokens]
+        texts = zip(prompts, written, wanted, strict=True)
+        return {}, [Sample(*(self.words.decode(ids) for ids in each)) for each in texts]
+
+    def pictures(self, model: Model) -> list[AttentionPicture]:
+        """One head of each of the first and the last layer, on held-out text."""
+        assert isinstance(model, Decoder)
+        tokens, _ = self.valid.batch(self.valid.in_order()[:1])
+        tokens = tokens[:, : min(40, self.length)]
+        names = [piece_name(self.words, id) for id in tokens[0].tolist()]
+        layers = sorted({0, len(model.blocks) - 1})
+        with probe(model, *(f"blocks.{i}.attention.weights" for i in layers)) as seen, torch.no_grad():
+            model(tokens)
+        return [
+            AttentionPicture(f"Layer {i + 1}, the mean of its heads", names, names, seen[site][0].mean(0))
+            for i in layers
+            for site in [f"blocks.{i}.attention.weights"]
+        ]
+
+
+def size(windows: Windows) -> int:
+    return windows.stop - windows.start
+
+
+def split_windows(tokens: Int[Tensor, "n long"], numbers: Int[Tensor, "n long"]) -> Batch:
+    """Inputs and, one place further, targets. Where several documents share a row, each keeps to itself and counts anew."""
+    targets = tokens[:, 1:].masked_fill(numbers[:, 1:] < 0, IGNORED)
+    batch = {"tokens": tokens[:, :-1].contiguous(), "targets": targets}
+    numbers = numbers[:, :-1]
+    if bool((numbers != numbers[:, :1]).any()):  # most batches of long documents need no mask, and run faster without
+        places = torch.arange(numbers.shape[1]).expand_as(numbers)
+        begins = torch.cat([torch.ones_like(numbers[:, :1]), numbers.diff(dim=1)], 1) != 0
+        batch["documents"] = numbers.contiguous()
+        batch["positions"] = places - torch.where(begins, places, 0).cummax(1).values
+    return batch

@@ -1,0 +1,89 @@
+"""Masked language modelling (BERT): some tokens are hidden, and guessed from both sides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from clearhead.errors import ConfigError
+from clearhead.layers.masks import documents
+from clearhead.models import Encoder, Model
+from clearhead.training.losses import IGNORED
+from clearhead.training.tasks.corpus import Corpus
+from clearhead.training.tasks.language import WindowTask
+from clearhead.training.tasks.task import Batch, Losses, Rows, Sample, row_generator, token_losses
+
+HELD_OUT_STEP = -1  # held-out rows are hidden the same way at each evaluation
+
+
+class Masked(WindowTask):
+    """Of each row the same number of tokens is to be guessed: 8 of 10 hidden, 1 replaced, 1 left (Devlin et al. 2018)."""
+
+    special = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")
+
+    def __init__(self, corpus: Corpus) -> None:
+        super().__init__(corpus)
+        tokenizer = self.words
+        if tokenizer.mask is None:
+            raise ConfigError(
+                "hiding tokens needs a mask token, and this tokenizer has none; train one, or choose another"
+            )
+        self.mask = tokenizer.mask
+        self.guessed = max(1, round(self.recipe.train.mask_share * self.length))
+        # What may stand for a hidden token: anything but the special ones.
+        self.plain = np.setdiff1d(np.arange(tokenizer.vocab_size), sorted(tokenizer.special_ids))
+
+    def fields(self, vocab_size: int) -> dict[str, Any]:
+        return dict(shape="encoder", head="tokens", vocab_size=vocab_size, max_len=self.length)
+
+    def predictions(self, rows: Rows) -> int:
+        return len(rows) * self.guessed
+
+    def batch(self, rows: Rows, step: int) -> Batch:
+        tokens, numbers = self.windows.batch(rows)
+        return self._hide(tokens, numbers, rows, step)
+
+    def held_out_batch(self, rows: Rows) -> Batch:
+        tokens, numbers = self.valid.batch(rows)
+        return self._hide(tokens, numbers, rows, HELD_OUT_STEP)
+
+    def _hide(self, tokens: Tensor, numbers: Tensor, rows: Rows, step: int) -> Batch:
+        tokens, numbers = tokens[:, :-1].clone(), numbers[:, :-1]
+        targets = torch.full_like(tokens, IGNORED)
+        for i, row in enumerate(rows):
+            random = row_generator(self.recipe.train.seed, step, int(row))
+            real = np.flatnonzero((numbers[i] >= 0).numpy())
+            places = random.permutation(real)[: self.guessed]
+            lots = random.random(len(places))
+            others = random.choice(self.plain, len(places))
+            shown = np.where(lots < 0.8, self.mask, np.where(lots < 0.9, others, tokens[i].numpy()[places]))
+            targets[i, places] = tokens[i, places]
+            tokens[i, places] = torch.from_numpy(shown)
+        return {"tokens": tokens, "targets": targets, "documents": numbers}
+
+    def losses(self, model: Model, batch: Batch) -> Losses:
+        assert isinstance(model, Encoder)
+        checkpointing = self.recipe.train.checkpointing and model.training
+        states = model.states(batch["tokens"], documents(batch["documents"]), checkpointing=checkpointing)
+        # Only the guessed tokens need the vocabulary's product.
+        wanted = batch["targets"] != IGNORED
+        return token_losses(
+            model, states[wanted][None], batch["targets"][wanted][None], self.recipe.train.label_smoothing
+        )
+
+    def write(self, model: Model, *, final: bool) -> tuple[dict[str, float], list[Sample]]:
+        samples: list[Sample] = []
+        for row in self.valid.in_order()[: self.recipe.train.samples]:
+            batch = self.held_out_batch(np.array([row]))
+            device = next(model.parameters()).device
+            with torch.no_grad():
+                logits = model(batch["tokens"].to(device), documents(batch["documents"].to(device)))
+            hidden = batch["targets"][0] != IGNORED
+            guessed = torch.where(hidden, logits[0].argmax(-1).cpu(), batch["tokens"][0])
+            wanted = torch.where(hidden, batch["targets"][0], batch["tokens"][0])
+            texts = (self.words.decode(ids.tolist(), special=True) for ids in (batch["tokens"][0], guessed, wanted))
+            samples.append(Sample(*texts))
+        return {}, samples

@@ -1,0 +1,50 @@
+"""Models run to be measured: inputs of the lengths asked for, and what autograd keeps of a call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from clearhead.config import Config
+from clearhead.costs.operations import Lengths
+from clearhead.models import Model, build
+
+
+def inputs(config: Config, batch: int, at: Lengths, device: str = "cpu") -> tuple[Tensor, ...]:
+    """What the model is called with."""
+    if config.inputs == "patches":
+        return (torch.randn(batch, config.n_channels, config.image_size, config.image_size, device=device),)
+    target = torch.randint(0, config.vocab_size, (batch, at.target), device=device)
+    if config.shape != "encoder-decoder":
+        return (target,)
+    if config.inputs == "frames":
+        return torch.randn(batch, config.n_mels, 2 * at.source, device=device), target
+    return torch.randint(0, config.source_vocab_size or config.vocab_size, (batch, at.source), device=device), target
+
+
+def saved_bytes(
+    config: Config, batch: int, at: Lengths, *, half: bool, checkpointing: bool = False, device: str = "cpu"
+) -> int:
+    """Bytes that autograd keeps between forward and backward: each storage once, without parameters and buffers."""
+    model = build(config, device=device).train()
+    held = own(model)
+    found: dict[int, tuple[Tensor, int]] = {}  # the tensors are kept, so that no address comes twice
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in held and storage.nbytes():
+            found[storage.data_ptr()] = x, storage.nbytes()
+        return x
+
+    given = inputs(config, batch, at, device)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+        torch.autocast(device, torch.bfloat16, enabled=half),
+    ):
+        out = model(*given, checkpointing=checkpointing)
+    assert out.requires_grad
+    return sum(size for _, size in found.values())
+
+
+def own(model: Model) -> set[int]:
+    return {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}

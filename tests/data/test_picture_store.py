@@ -1,0 +1,89 @@
+"""Pictures into a store: resized and cropped as a model reads them later, unreadable ones reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from clearhead.data import Findings, Policy, Store, find_pictures, prepare_arrays, prepare_pictures
+from clearhead.data.pictures import Preparation, load_picture
+from clearhead.errors import InputError
+
+Image = pytest.importorskip("PIL.Image")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    random = np.random.default_rng(0)
+    for name, size in (
+        ("dog/a.png", (23, 17)),
+        ("dog/b.png", (11, 31)),
+        ("cat/c.jpg", (13, 13)),
+        ("cat/d.png", (7, 5)),
+    ):
+        file = tmp_path / "pictures" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 256, (*size, 3), dtype=np.uint8)).save(file)
+    return tmp_path / "pictures"
+
+
+@pytest.mark.parametrize("n_channels", [1, 3])
+def test_pictures(folder: Path, tmp_path: Path, n_channels: int) -> None:
+    found = find_pictures(folder)
+    told: list[tuple[int, int]] = []
+    store = prepare_pictures(tmp_path / "s", found, 11, n_channels, progress=lambda *numbers: told.append(numbers))
+    store.check()
+    assert store["picture"].flat.shape == (4, n_channels, 11, 11)
+    assert store.info["labels"] == ["cat", "dog"]
+    assert store["label"].flat.tolist() == [0, 0, 1, 1]
+    assert told[-1][0] == told[-1][1] > 0
+    # What is trained on is what a loaded model is shown.
+    prepare = Preparation(size=11, crop=(11, 11), mean=(0.0,), std=(1.0,))
+    for row, (path, _) in enumerate(found):
+        shown = load_picture(path, prepare, n_channels=n_channels)
+        torch.testing.assert_close(torch.from_numpy(np.array(store["picture"][row])) / 255, shown, rtol=0, atol=1e-6)
+
+
+def test_made_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare_pictures(tmp_path / "s", find_pictures(folder), 11)
+    monkeypatch.setattr("clearhead.data.preparing_pictures.read_picture", lambda *_, **__: pytest.fail("read again"))
+    assert isinstance(prepare_pictures(tmp_path / "s", find_pictures(folder), 11), Store)
+
+
+def test_unreadable_pictures(folder: Path, tmp_path: Path) -> None:
+    (folder / "dog" / "b.png").write_bytes(b"no picture")
+    with pytest.raises(InputError, match=r"dog/b.png is no picture that can be read"):
+        prepare_pictures(tmp_path / "s", find_pictures(folder), 11)
+    assert not (tmp_path / "s").exists()
+    (folder / "dog" / "notes.txt").write_text("not a picture")
+    findings = Findings()
+    pictures = find_pictures(folder, findings)
+    store = prepare_pictures(tmp_path / "s", pictures, 11, policy=Policy(bad_bytes="drop"), findings=findings)
+    assert store["label"].flat.tolist() == [0, 0, 1]
+    assert store.info["findings"] == [
+        "1 of 5 files left out: no picture by their name (dog/notes.txt)",
+        "1 of 4 pictures dropped: can not be read (b.png)",
+    ]
+
+
+def test_labels_given(folder: Path, tmp_path: Path) -> None:
+    store = prepare_pictures(tmp_path / "s", find_pictures(folder), 11, labels=["dog", "emu", "cat"])
+    assert store["label"].flat.tolist() == [2, 2, 0, 0]
+    with pytest.raises(InputError, match=r"cat/c.jpg has the label 'cat', which is none of the 2 known"):
+        prepare_pictures(tmp_path / "x", find_pictures(folder), 11, labels=["dog", "emu"])
+
+
+def test_arrays(tmp_path: Path) -> None:
+    pictures = np.random.default_rng(0).integers(0, 256, (5, 1, 7, 3), dtype=np.uint8)
+    store = prepare_arrays(tmp_path / "s", pictures, ["9", "10", "9", "0", "0"])
+    assert np.array_equal(store["picture"].flat, pictures)
+    assert store.info["labels"] == ["0", "9", "10"]
+    assert store["label"].flat.tolist() == [1, 2, 1, 0, 0]
+    assert store.info["rows"] == len(store) == 5
+    again = prepare_arrays(tmp_path / "s", pictures, ["9", "10", "9", "0", "0"])
+    assert again.info["fingerprint"] == store.info["fingerprint"]
+    with pytest.raises(InputError, match="5 pictures have 2 labels"):
+        prepare_arrays(tmp_path / "s", pictures, ["1", "2"])
