@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -58,9 +59,9 @@ def save(
             _move(work, path)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
         raise CheckpointError(
-            f"{path} could not be written ({error.strerror or error}); what was there before is untouched"
+            f"{path} could not be written ({getattr(error, 'strerror', None) or error}); what was there before is untouched"
         ) from None
     return path
 
@@ -127,11 +128,24 @@ def _write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int) 
             for name, t in tensors.items()
         }
         save_file(tensors, folder / file, metadata={"format": "pt", CHECKSUMS: json.dumps(crcs)})
+        _order_header(folder / file)
         weight_map.update(dict.fromkeys(names, file))
     if len(shards) > 1:
         total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _order_header(file: Path) -> None:
+    """The metadata in a fixed order, where safetensors writes it in a random one: the same model is the same file."""
+    with file.open("r+b") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= length
+        stream.seek(8)
+        stream.write(text.ljust(length))
 
 
 def _move(work: Path, path: Path) -> None:

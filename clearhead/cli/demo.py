@@ -1,95 +1,93 @@
-"""`clearhead demo`: the core at work, on nothing but what is installed."""
+"""`clearhead demo`: a model trained before your eyes, on data that needs no download."""
 
 from __future__ import annotations
 
-import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
 from clearhead.cli.console import wide_console
 
-SENTENCE = ["the", "cat", "sat", "on", "the", "mat", "because", "it", "was", "very", "tired"]
+if TYPE_CHECKING:
+    from clearhead.training import Recipe
+
+# None of these strings is in the data: the day is held out.
+DATES = (
+    "le 7 mars 1989",
+    "am 7. März 1989",
+    "Tuesday, March 7th, 1989",
+    "1989年3月7日",
+    "7 марта 1989 г.",
+    "martes, 7 de marzo de 1989",
+    "tiistaina 7. maaliskuuta 1989",
+    "7 Μαρτίου 1989",
+)
+CODE = ("def read(self, path):\n    ", "import os\nimport ", "class Error(Exception):\n    ")
 
 
-def run() -> None:
-    """Build every family from the one core, run it, and draw what attention looks at."""
-    console = wide_console()
-    _families(console)
-    _pictures(console)
-    console.print(
-        "Every named size: [bold]clearhead presets[/]. From Python: [bold]import clearhead as ch[/] (see the README)."
-    )
+def run(
+    name: Annotated[
+        Literal["dates", "code", "digits"],
+        typer.Argument(
+            help="dates: an encoder-decoder reads dates in 33 languages; code: a language model of Python's own library; "
+            "digits: a Vision Transformer reads handwriting."
+        ),
+    ] = "dates",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", "-s", metavar="PART.FIELD=VALUE", help="Change any field of the recipe."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder. Without: runs/NAME-1, -2 ...")] = None,
+) -> None:
+    """Train a small model in about two minutes, on data that is always there, and look at what it learnt."""
+    from clearhead.cli.train import train_and_show
+    from clearhead.training.folder import next_folder
+    from clearhead.training.recipe import find_recipe
+
+    recipe: Recipe = find_recipe(name).with_set(set_ or [])
+    out = out or next_folder(name)
+    train_and_show(recipe, out)
+    if name == "dates":
+        read_dates(out)
+    elif name == "code":
+        write_code(out)
 
 
-def _families(console: Console) -> None:
-    import torch
-
-    from clearhead.costs.parameters import count_parameters
-    from clearhead.families import PAGES, preset
-    from clearhead.models import build
-
-    title = "One core, nine families (ms: one pass of a model this shape, but tiny)"
-    table = Table(
-        title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold"
-    )
-    for heading in ("family", "size", "positions", "norm", "feed-forward"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("parameters", "ms"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    with console.status("building nine models"):
-        for family, page in PAGES.items():
-            name = next(iter(page.SIZES))
-            config = preset(name)
-            tiny = build(preset(name, n_layers=2, d_model=64, n_heads=4, d_head=16, d_ff=128))
-            tokens = torch.randint(0, 33, (2, 16))
-            pictures, sound = torch.rand(2, 3, 224, 224), torch.rand(2, 80, 200)
-            inputs = {"tokens": (tokens,), "patches": (pictures,), "frames": (sound,)}[config.inputs]
-            inputs = (*inputs, tokens) if config.shape == "encoder-decoder" else inputs
-            with torch.no_grad():
-                tiny.eval()(*inputs)  # the first pass also sets up threads and memory
-                start = time.perf_counter()
-                tiny(*inputs)
-            took = 1000 * (time.perf_counter() - start)
-            order = ", first" if config.norm_first else ", last"
-            table.add_row(
-                family,
-                name,
-                config.positions,
-                config.norm + order,
-                ("gated " if config.gated else "") + config.feedforward,
-                f"{sum(count_parameters(config).values()):,}",
-                f"{took:.0f}",
-            )
-    console.print(table)
-    console.print()
-
-
-def _pictures(console: Console) -> None:
-    import torch
-    from rich.columns import Columns
-
-    from clearhead.families import preset
-    from clearhead.inside import probe
+def read_dates(folder: Path) -> None:
+    """Dates of a day that was not in the data, and where the model looked while it read one of them."""
+    from clearhead.checkpoint import load
+    from clearhead.data import load_tokenizer
+    from clearhead.generation import translate
     from clearhead.inside.pictures import heat_map
-    from clearhead.models import build
+    from clearhead.models import EncoderDecoder
+    from clearhead.training.tasks.translate import draw_alignment
 
-    words = sorted(set(SENTENCE))
-    tokens = torch.tensor([[words.index(word) for word in SENTENCE]])
-    small = dict(n_layers=1, d_model=64, n_heads=4, d_head=16, d_ff=128, vocab_size=len(words), init_std=0.1)
-    views = {
-        "gpt2: only the past": (preset("gpt2", **small), 0),
-        "mistral: a window of 4": (preset("mistral-7b", **small, n_kv_heads=2, window=4), 0),
-        "alibi: nearer is louder": (preset("gpt2", **small, positions="alibi"), 0),
-        "bert: both ways": (preset("bert-base", **small), 1),
-    }
-    console.print(
-        "What each word may look at, and how strongly (random weights: the shapes are the masks' and positions')."
-    )
-    pictures = []
-    for title, (config, head) in views.items():
-        model = build(config).eval()
-        with probe(model, "blocks.0.attention.weights") as seen, torch.no_grad():
-            model(tokens)
-        pictures.append(heat_map(seen["blocks.0.attention.weights"][0, head], SENTENCE, title=title))
-    console.print(Columns(pictures, padding=(0, 3)))
+    console = wide_console()
+    model, tokenizer = load(folder), load_tokenizer(folder)
+    assert isinstance(model, EncoderDecoder) and tokenizer.eos is not None and tokenizer.bos is not None
+    sources = [[*tokenizer.encode(text, special=False), tokenizer.eos] for text in DATES]
+    console.print("\nA day it has never seen, in eight languages:", style="bold")
+    for text, ids in zip(DATES, translate(model, sources, beams=1), strict=True):
+        console.print(f"  {text}  ->  {tokenizer.decode(ids)}", highlight=False)
+    picture = draw_alignment(model, tokenizer, sources[5], tokenizer.bos)
+    console.print(f"\nWhere it looked while it wrote {DATES[5]!r} (a line a token written):", style="bold")
+    console.print(heat_map(picture.weights, picture.rows, picture.columns))  # type: ignore[arg-type]
+    console.print("A picture of attention is not an explanation; the report has it larger.")
+
+
+def write_code(folder: Path) -> None:
+    """Beginnings of Python, gone on with."""
+    from clearhead.checkpoint import load
+    from clearhead.data import load_tokenizer
+    from clearhead.generation import generate
+    from clearhead.models import Decoder
+
+    console = wide_console()
+    model, tokenizer = load(folder), load_tokenizer(folder)
+    assert isinstance(model, Decoder)
+    prompts = [tokenizer.encode(text, special=False) for text in CODE]
+    written = generate(model, prompts, max_new_tokens=60, temperature=0.7, top_p=0.95, seed=1)
+    for text, ids in zip(CODE, written, strict=True):
+        console.print(f"\n{text}", style="bold", end="", highlight=False, markup=False)
+        console.print(tokenizer.decode(ids), highlight=False, markup=False)

@@ -46,7 +46,7 @@ class Display(Show):
         self.bars.stop()
 
     def say(self, text: str, style: str = "") -> None:
-        self.console.print(Text(text, style=style))
+        self.console.print(Text(text, style=style), soft_wrap=True)
 
     def note(self, text: str) -> None:
         self.say(text, "yellow")
@@ -63,7 +63,7 @@ class Display(Show):
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
         for name, value in summary.items():
             table.add_row(Text(name, style="bold"), Text(value))
-        self.console.print(table)
+        self.console.print(table, soft_wrap=True)
         if step:
             self.say(f"going on from step {step:,}", "bold")
         self.console.print()
@@ -87,7 +87,7 @@ class Display(Show):
             self.bars.update(self.steps, visible=False)
 
     def finish(self, result: Result) -> None:
-        if not result.metrics.get("kind"):
+        if self.steps is None:  # one of several processes, and not the one that speaks
             return
         self.console.print()
         self.say(f"result, on held-out data: {spell_metrics(result.metrics)}", "bold green")
@@ -98,6 +98,8 @@ class Display(Show):
         self.say(f"report  {result.folder / 'report.html'}")
 
     def interrupted(self, result: Result) -> None:
+        if self.steps is None:
+            return
         self.say(f"stopped after step {result.step:,}; everything is saved. Go on with:", "bold")
         self.say(f"  clearhead train --resume {result.folder}")
 

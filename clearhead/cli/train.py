@@ -60,7 +60,7 @@ def run(
     clearhead train classify images/
     clearhead train --resume runs/translate-1
     """
-    from clearhead.training.folder import next_folder, read_run
+    from clearhead.training.folder import read_run
     from clearhead.training.recipe import find_recipe
 
     settings = list(set_ or [])
@@ -79,7 +79,6 @@ def run(
         files |= dict(valid=valid, valid_source=valid_source, valid_target=valid_target)
         recipe = recipe.with_files(**{name: names or [] for name, names in files.items()})
         recipe = with_start(recipe, start).with_set(settings)
-        out = out or next_folder(recipe.task)
     if show_recipe:
         typer.echo(recipe.to_toml(), nl=False)
         return
@@ -116,7 +115,7 @@ def read_lora(text: str) -> list[str]:
     return settings
 
 
-def train_and_show(recipe: Recipe, out: Path, *, resume: bool = False) -> dict[str, float]:
+def train_and_show(recipe: Recipe, out: Path | None, *, resume: bool = False) -> dict[str, float]:
     """Train, with a bar; say where the result is, or how to go on."""
     from clearhead.cli.display import Display
     from clearhead.training import train

@@ -68,7 +68,7 @@ def check_shape(model: nn.Module, shape: str) -> None:
 
 
 def batches(costs: Sequence[tuple[int, int]], budget: int) -> Iterator[list[int]]:
-    """Places grouped so that rows of one batch are about as long, and padded to (longest, most) stay within the budget.
+    """Places grouped so that rows of one batch are about as long and, padded to the longest, stay within the budget.
 
     Each cost is a row's length, by which it is sorted, and what it holds in tokens at its largest. The longest come first:
     what does not fit in memory fails at once. A row larger than the budget is a batch of its own.

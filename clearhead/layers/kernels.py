@@ -176,7 +176,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None, scale
     # The backward pass would keep every strip's mask, T^2 in all, so wide strips are computed again instead.
     again = torch.is_grad_enabled() and not narrow
     # Narrow strips look alike but for the first and the last: one mask serves all that do.
-    shared: Shared | None = {} if narrow and not mask.documents and not isinstance(bias, Tensor) else None
+    shared: Shared | None = {} if narrow and len(mask.documents) == 0 and not isinstance(bias, Tensor) else None
     strips: list[Tensor] = []
     for start in range(0, T, step):
         rows = slice(start, min(start + step, T))
@@ -247,7 +247,8 @@ def _sdpa(
 
 def _is_plainly_causal(mask: Mask, T: int, S: int) -> bool:
     """Nothing forbidden, or just the future of a square: what the fused kernel needs no tensor for."""
-    return mask.is_ordered and not mask.documents and not mask.window and (not mask.causal or T == S)
+    # len: `not` of a tuple of tensors breaks a compiled model's graph.
+    return mask.is_ordered and len(mask.documents) == 0 and not mask.window and (not mask.causal or T == S)
 
 
 def _is_narrow(mask: Mask, S: int) -> bool:

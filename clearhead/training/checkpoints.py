@@ -13,13 +13,11 @@ import warnings
 import zlib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from clearhead.errors import CheckpointError
 from clearhead.training.processes import Processes
@@ -37,17 +35,33 @@ class State:
     best: float | None = None  # the best value of the watched metric, and the step it was measured at
     best_step: int = 0
     misses: int = 0  # evaluations since then
+    losses: list[float] = field(default_factory=list)  # of the steps since the last row of metrics.jsonl
+    lengths: list[float] = field(default_factory=list)  # of their gradients
+    predictions: int = 0
 
 
 class Checkpoints:
     """The checkpoints of one run folder. `say` is told what a user should know."""
 
-    def __init__(self, folder: Path, processes: Processes, *, kept: int = KEPT, say: Callable[[str], None]) -> None:
-        self.folder, self.processes, self.kept, self.say = folder, processes, max(KEPT, kept), say
+    def __init__(
+        self,
+        folder: Path,
+        processes: Processes,
+        *,
+        kept: int = 0,
+        counts: Callable[[int], bool] = lambda step: True,
+        say: Callable[[str], None],
+    ) -> None:
+        """`kept` of those whose step `counts` are kept for their mean: one that a user's Ctrl-C wrote must not change it."""
+        self.folder, self.processes, self.kept, self.counts, self.say = folder, processes, kept, counts, say
 
     def all(self) -> list[Path]:
         """Every whole checkpoint, the oldest first."""
         return sorted(path for path in self.folder.glob("step-*") if (path / "state.json").is_file())
+
+    def counted(self, n: int) -> list[Path]:
+        """The newest n that count in a mean, the oldest first."""
+        return [path for path in self.all() if self.counts(int(path.name[5:]))][-n:] if n else []
 
     def at(self, step: int) -> Path:
         return self.folder / f"step-{step:08}"
@@ -55,30 +69,34 @@ class Checkpoints:
     def write(self, state: State, tensors: Mapping[str, Tensor]) -> None:
         """Write a checkpoint and remove those no longer wanted. All processes call this together."""
         final, work = self.at(state.step), self.folder / f".step-{state.step:08}.tmp"
-        problem = ""
-        try:
-            if self.processes.is_first:
-                shutil.rmtree(work, ignore_errors=True)
-                work.mkdir(parents=True)
-            self.processes.wait()
-            writer = HuggingFaceStorageWriter(str(work), save_distributed=True)
-            with alone_is_fine():
-                dcp.save(dict(tensors), storage_writer=writer)
-            if self.processes.is_first:
-                self._complete(work, final, state)
-        except (OSError, dcp.api.CheckpointException, RuntimeError) as error:  # a full disk comes as any of them
-            problem = _reason(error)
-        if self.processes.any(bool(problem)):
-            shutil.rmtree(work, ignore_errors=True)
-            done = self.all()
-            last = f"the last whole one is {done[-1].name}" if done else "there is none yet"
-            raise CheckpointError(
-                f"{final} could not be written ({problem or 'another process failed'}); {last}; "
-                f"make room or mend the folder, then resume with: clearhead train --resume {self.folder.parent}"
-            )
-        if self.processes.is_first:
+        first = self.processes.is_first
+        self._try(lambda: self._begin(work) if first else None, final)
+        self._try(lambda: _save(work, tensors), final)
+        self._try(lambda: self._complete(work, final, state) if first else None, final)
+        if first:
             self._rotate(state)
         self.processes.wait()
+
+    def _try(self, stage: Callable[[], None], final: Path) -> None:
+        """What fails in one process fails in all of them, so that none waits for another in vain."""
+        problem = ""
+        try:
+            stage()
+        except Exception as error:  # a full disk comes as any of torch's and safetensors' errors
+            problem = _reason(error)
+        if not self.processes.any(bool(problem)):
+            return
+        shutil.rmtree(final.with_name(f".{final.name}.tmp"), ignore_errors=True)
+        done = self.all()
+        last = f"the last whole one is {done[-1].name}" if done else "there is none yet"
+        raise CheckpointError(
+            f"{final} could not be written ({problem or 'another process failed'}); {last}; "
+            f"make room or mend the folder, then resume with: clearhead train --resume {self.folder.parent}"
+        )
+
+    def _begin(self, work: Path) -> None:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
 
     def _complete(self, work: Path, final: Path, state: State) -> None:
         sums: dict[str, int] = {}
@@ -95,39 +113,43 @@ class Checkpoints:
         work.rename(final)
 
     def _rotate(self, state: State) -> None:
-        wanted = {path.name for path in self.all()[-self.kept :]} | {self.at(state.best_step).name}
+        wanted = {path.name for path in [*self.all()[-KEPT:], *self.counted(self.kept), self.at(state.best_step)]}
         for path in [*self.folder.glob("step-*"), *self.folder.glob(".step-*.tmp")]:
             if path.name not in wanted:
                 shutil.rmtree(path, ignore_errors=True)
 
     def newest(self) -> tuple[Path, State] | None:
         """The newest checkpoint whose files are what was written; a damaged one is passed over, and said."""
-        for path in reversed(self.all()):
-            try:
-                told = json.loads((path / "state.json").read_text(encoding="utf-8"))
-                for name, wanted in told["crc32"].items():
-                    if checksum(path / name) != wanted:
-                        raise ValueError(f"{name} does not match its checksum")
-                return path, State(**told["state"])
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                self.say(f"{path} is damaged ({error}) and passed over; going back to the one before")
-        return None
+        found = ((path, self.check(path)) for path in reversed(self.all()))
+        return next(((path, state) for path, state in found if state is not None), None)
+
+    def check(self, path: Path) -> State | None:
+        """The state of a checkpoint whose files are what was written; None of a damaged one, and that is said."""
+        try:
+            told = json.loads((path / "state.json").read_text(encoding="utf-8"))
+            for name, wanted in told["crc32"].items():
+                if checksum(path / name) != wanted:
+                    raise ValueError(f"{name} does not match its checksum")
+            return State(**told["state"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self.say(f"{path} is damaged ({_reason(error)}) and passed over")
+            return None
 
     def read(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         """Fill the tensors from a checkpoint, whatever number of processes wrote it."""
-        wanted = dict(tensors)
         try:
-            with alone_is_fine():
-                dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(path)))
-        except (OSError, dcp.api.CheckpointException, RuntimeError, ValueError, KeyError) as error:
+            _load(path, tensors)
+        except Exception as error:
             raise CheckpointError(
                 f"{path} does not fit this run ({_reason(error)}); resume with the recipe it was written by"
             ) from None
 
     @torch.no_grad()
     def average(self, steps: int, tensors: Mapping[str, Tensor]) -> int:
-        """Fill the tensors with their mean over the last checkpoints; returns of how many."""
-        paths = self.all()[-steps:]
+        """Fill the tensors with their mean over the last checkpoints; returns of how many. Of none, they stay as they are."""
+        paths = [path for path in self.counted(steps) if self.check(path) is not None]
+        if not paths:
+            return 0
         sums = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in tensors.items()}
         for path in paths:
             self.read(path, tensors)
@@ -138,12 +160,31 @@ class Checkpoints:
         return len(paths)
 
 
+def _save(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
+
+    with plainly():
+        save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+
+
+def _load(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+
+    with plainly():
+        load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)))
+
+
 @contextmanager
-def alone_is_fine() -> Generator[None]:
-    """torch warns where there is only one process, which is the usual case here."""
+def plainly() -> Generator[None]:
+    """torch warns where there is only one process, the usual case here, and wraps every error in one that is no Exception."""
+    from torch.distributed.checkpoint import CheckpointException
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+        try:
+            yield
+        except CheckpointException as error:
+            raise next(iter(error.failures.values()))[0] from None
 
 
 def checksum(file: Path) -> int:
@@ -155,9 +196,7 @@ def checksum(file: Path) -> int:
 
 
 def _reason(error: BaseException) -> str:
-    """The cause, in one line. torch wraps what went wrong in each process."""
-    if isinstance(error, dcp.api.CheckpointException):
-        error = next(iter(error.failures.values()))[0]
+    """The cause, in one line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error).strip().split("\n")[0][:200]

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from clearhead.errors import ConfigError
 from clearhead.training.prefetch import share, split_held_out, to_device
-from clearhead.training.processes import Processes
+from clearhead.training.processes import Processes, reshard
 from clearhead.training.recipe import Train
 from clearhead.training.starting import export
 from clearhead.training.tasks.task import Objective, Task
@@ -44,8 +45,12 @@ def evaluate(
             scores, samples = task.write(writer, final=final)
         row |= scores
         row["samples"] = [asdict(sample) for sample in samples]
-    processes.wait()
+    row = processes.agree(row)
     objective.train()
+    reshard(objective)
+    if train.best not in row:
+        measured = ", ".join(name for name, value in row.items() if isinstance(value, float))
+        raise ConfigError(f"train.best={train.best!r} is not measured here; choose one of: {measured}")
     return row
 
 

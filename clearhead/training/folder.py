@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
 import shutil
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -14,10 +17,27 @@ from pathlib import Path
 import torch
 
 from clearhead.errors import CheckpointError, ConfigError, InputError
+from clearhead.training.processes import Processes
 from clearhead.training.recipe import Recipe
 from clearhead.version import __version__
 
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers")
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+
+
+@contextmanager
+def settle(out: str | Path | None, task: str, processes: Processes) -> Generator[Path]:
+    """The run's folder, the same for all processes. What goes wrong with its disk while this is open is said in one line."""
+    folder = processes.agree(next_folder(task) if out is None else Path(out))
+    try:
+        yield folder
+    except OSError as error:
+        if error.errno not in DISK:
+            raise
+        raise CheckpointError(
+            f"{error.filename or folder} could not be written ({error.strerror}); checkpoints written before are whole; make room "
+            f"or mend the folder, then resume with: clearhead train --resume {folder}"
+        ) from None
 
 
 def read_run(path: str | Path) -> Recipe:
@@ -27,13 +47,17 @@ def read_run(path: str | Path) -> Recipe:
         raise InputError(
             f"{path} holds no run: there is no recipe.toml; name the folder of a run, e.g. runs/language-1"
         )
-    return Recipe.read(file.read_text(encoding="utf-8"), name=str(file))
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} can not be read ({error}); is it a run's folder?") from None
+    return Recipe.read(text, name=str(file))
 
 
 def next_folder(task: str, under: Path = Path("runs")) -> Path:
     """runs/translate-1, or the next number that is free."""
     taken = [path.name.removeprefix(f"{task}-") for path in under.glob(f"{task}-*")]
-    return under / f"{task}-{max((int(name) for name in taken if name.isdigit()), default=0) + 1}"
+    return under / f"{task}-{max((int(name) for name in taken if name.isdecimal()), default=0) + 1}"
 
 
 def open_folder(path: Path, recipe: Recipe, *, resume: bool, device: torch.device) -> None:
@@ -41,15 +65,20 @@ def open_folder(path: Path, recipe: Recipe, *, resume: bool, device: torch.devic
     file = path / "recipe.toml"
     if path.exists() and not path.is_dir():
         raise InputError(f"{path} is a file; choose another folder with --out")
-    if file.exists() and not resume:
+    # A run that failed before its first checkpoint, over its data say, has nothing to lose and may begin anew.
+    if not resume and [*path.glob("checkpoints/step-*"), *path.glob("model*.safetensors")]:
         raise InputError(
             f"{path} already holds a run; go on with it: clearhead train --resume {path}, or choose another folder with --out"
         )
-    if path.exists() and any(path.iterdir()) and not file.exists():
+    # A hidden file is what a kill before the recipe was there left behind.
+    if path.exists() and not file.exists() and any(not each.name.startswith(".") for each in path.iterdir()):
         raise InputError(f"{path} is not empty and holds no run; choose another folder with --out")
     try:
-        (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
+        for made in () if resume else ("tokenizer_config.json", "tokenizer.json", "metrics.jsonl"):
+            (path / made).unlink(missing_ok=True)
         write_text(file, recipe.to_toml())
+        (path / "checkpoints").mkdir(exist_ok=True)
         write_text(path / "environment.json", json.dumps(environment(device), indent=2) + "\n")
     except OSError as error:
         raise CheckpointError(
@@ -59,6 +88,7 @@ def open_folder(path: Path, recipe: Recipe, *, resume: bool, device: torch.devic
 
 def check_resumable(old: Recipe, new: Recipe) -> None:
     """Refuse to go on with another model or other data under the same name."""
+    old, new = (Recipe.read(recipe.to_toml()) for recipe in (old, new))  # as read back: lists for tuples
     for part in ("task", "model", "data"):
         if old.tables()[part] != new.tables()[part]:
             raise ConfigError(f"a run goes on with the {part} it began with; start a new one to change it")

@@ -24,11 +24,12 @@ class Journal:
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def _forget_after(self, step: int) -> None:
-        """Drop lines after the step a run resumes from, and one that a kill left half: the run will write them again."""
+        """Drop lines after the step a run resumes from, the result, and one that a kill left half: all will be written again."""
         assert self.file is not None
         if not self.file.exists():
             return
-        kept = [line for line in self.file.read_text(encoding="utf-8").split("\n") if _step(line) <= step]
+        text = self.file.read_text(encoding="utf-8", errors="replace")  # a kill may have cut a letter in two
+        kept = [line for line in text.split("\n") if _step(line) <= step]
         work = self.file.with_suffix(".tmp")
         work.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         os.replace(work, self.file)
@@ -51,6 +52,7 @@ class Journal:
 
 def _step(line: str) -> float:
     try:
-        return json.loads(line)["step"]
+        row = json.loads(line)
+        return float("inf") if row["kind"] == "result" else float(row["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")

@@ -6,10 +6,10 @@ So a run that is killed and resumed computes exactly what an uninterrupted one w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,12 @@ from clearhead.checkpoint import save
 from clearhead.errors import ConfigError
 from clearhead.training.checkpoints import Checkpoints, State
 from clearhead.training.evaluation import evaluate, is_better
-from clearhead.training.folder import check_resumable, check_space, next_folder, open_folder, read_run
+from clearhead.training.folder import check_resumable, check_space, open_folder, read_run, settle
 from clearhead.training.journal import Journal
 from clearhead.training.optimizers import Optimizers
-from clearhead.training.passes import Passes
+from clearhead.training.passes import Passes, Update
 from clearhead.training.prefetch import StepBatch, prefetch
-from clearhead.training.processes import Processes, gradients_stay, join, spread, whole
+from clearhead.training.processes import Processes, gradients_stay, join, spread
 from clearhead.training.recipe import Recipe, Train, find_recipe
 from clearhead.training.report import write_report
 from clearhead.training.schedules import highest, rate
@@ -54,8 +54,12 @@ def train(
     With `resume`, go on with the run that is in `out`.
     """
     recipe = find_recipe(recipe) if isinstance(recipe, str) else recipe
-    t, out = recipe.train, next_folder(recipe.task) if out is None else Path(out)
-    with join(t.device) as processes, Interrupts() as interrupts:
+    t = recipe.train
+    with (
+        join(t.device) as processes,
+        settle(out, recipe.task, processes) as out,
+        Interrupts(echo=processes.world > 1) as interrupts,
+    ):
         show = show if show is not None and processes.is_first else Show()  # one process speaks
         set_up(t)
         if resume:
@@ -79,11 +83,13 @@ def train(
             and not t.compile
         )
         passes = Passes(torch.compile(called) if t.compile else called, autocast, record=record)
-        optimizers = Optimizers(model, t, lr=highest(t, model.config.d_model))
+        optimizers = Optimizers(model, t, lr=highest(t, model.config.d_model), record=record)
+        update = Update(optimizers, t.clip, record=record)
 
         weights = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
         tensors = {**weights, **{f"optimizer.{name}": value for name, value in optimizers.tensors().items()}}
-        checkpoints = Checkpoints(out / "checkpoints", processes, kept=t.average, say=show.note)
+        regular = partial(is_due, every=t.checkpoint_every, t=t)
+        checkpoints = Checkpoints(out / "checkpoints", processes, kept=t.average, counts=regular, say=show.note)
         check_space(out, 3 * sum(tensor.nbytes for tensor in tensors.values()))
         state = State()
         if (found := checkpoints.newest()) is not None:
@@ -98,16 +104,12 @@ def train(
         while state.step < t.steps and not is_stuck(state, t):
             share = rate(state.step, t)
             optimizers.scale(share)
-            meter.add(learn(passes, next(batches), optimizers, t, state.step, processes, called))
+            meter.add(learn(passes, update, next(batches), t, state.step, processes, called))
             state.step += 1
 
             if is_due(state.step, t.log_every, t):
+                check_finite(meter, state, t, out)
                 row = meter.row(state, {"lr": share * highest(t, model.config.d_model)})
-                if not math.isfinite(row["loss"]):
-                    raise ConfigError(
-                        f"the loss is {row['loss']} at step {state.step}; train.lr={t.lr} may be too high: lower it, or set "
-                        f"train.clip; the last checkpoint is unharmed: {out}"
-                    )
                 journal.write(row)
                 show.step(row)
             better = False
@@ -118,6 +120,7 @@ def train(
                 show.evaluated(row)
             stop = interrupts.raised if processes.world == 1 else stop_together(interrupts, processes, state, t)
             if better or stop or is_due(state.step, t.checkpoint_every, t):
+                check_finite(meter, state, t, out)
                 meter.stamp(state)
                 checkpoints.write(state, tensors)
             if stop:
@@ -144,8 +147,8 @@ def train(
 
 def learn(
     passes: Passes,
+    update: Update,
     batch: StepBatch,
-    optimizers: Optimizers,
     t: Train,
     step: int,
     processes: Processes,
@@ -161,10 +164,7 @@ def learn(
         with gradients_stay(objective, stay=number < len(batch.pieces) - 1):
             # Processes average their gradients; the mean over all predictions needs their sum.
             total += weight * passes(piece, weight * processes.world / batch.predictions)
-    length = whole(nn.utils.clip_grad_norm_(optimizers.parameters(), t.clip or math.inf))
-    optimizers.step()
-    optimizers.zero_grad()
-    return total, length, batch
+    return total, update(), batch
 
 
 def seed_all(seed: int, step: int, piece: int, rank: int) -> None:
@@ -188,6 +188,15 @@ def is_due(step: int, every: int, t: Train) -> bool:
     return step % every == 0 or step == t.steps
 
 
+def check_finite(meter: Meter, state: State, t: Train, out: Path) -> None:
+    """Before anything is written: the gradient's length, which all processes share, tells of every loss that is no number."""
+    if not meter.is_finite():
+        raise ConfigError(
+            f"the loss or its gradient is no number any more, at step {state.step} or shortly before; train.lr={t.lr} may be too "
+            f"high: lower it, or set train.clip (now {t.clip}); the last checkpoint is unharmed: {out}"
+        )
+
+
 def is_stuck(state: State, t: Train) -> bool:
     """Early stopping: too many evaluations in a row without a better one."""
     return bool(t.patience) and state.misses >= t.patience
@@ -209,8 +218,10 @@ def stop_together(interrupts: Interrupts, processes: Processes, state: State, t:
 
 def choose_weights(checkpoints: Checkpoints, state: State, weights: Mapping[str, Tensor], t: Train, show: Show) -> None:
     """Which weights are the result: the mean of the last checkpoints, the best, or the last."""
-    if t.average:
-        show.note(f"the result is the mean of the last {checkpoints.average(t.average, weights)} checkpoints")
+    if t.average and (n := checkpoints.average(t.average, weights)):
+        show.note(f"the result is the mean of the last {n} checkpoints")
     elif t.keep == "best" and state.best_step not in (0, state.step):
+        if checkpoints.check(checkpoints.at(state.best_step)) is None:
+            return
         checkpoints.read(checkpoints.at(state.best_step), weights)
         show.note(f"the result is step {state.best_step}, the best on held-out data")

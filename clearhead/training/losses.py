@@ -33,6 +33,8 @@ def cross_entropy(
     the paper); the first value stays the plain one. Gradients flow from the second only. Targets of IGNORED do not count.
     """
     rows = chunk or max(1, CHUNK_ELEMENTS // weight.shape[0])
+    if not torch.is_grad_enabled():  # the function below sees only what its inputs ask for
+        x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
     device = x.device.type
     if torch.is_autocast_enabled(device):  # the product runs in autocast's type, as F.linear would
         dtype = torch.get_autocast_dtype(device)
@@ -70,7 +72,6 @@ class _CrossEntropy(torch.autograd.Function):
                     grad_bias += grad.sum(0, dtype=exact)
         ctx.save_for_backward(grad_x, grad_weight, grad_bias)
         ctx.dtype = weight.dtype
-        ctx.mark_non_differentiable(plain, correct)
         return plain, smoothed, correct
 
     @staticmethod

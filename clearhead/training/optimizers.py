@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from clearhead.layers.linear import FusedLinear
+from clearhead.training.processes import is_spread, whole
 from clearhead.training.recipe import Train
 
 # A quintic that pulls singular values towards 1, steep at 0 rather than exact at 1 (Jordan et al. 2024, as torch.optim.Muon).
@@ -27,7 +27,7 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 class Optimizers:
     """AdamW and, where there is one, Muon, as one: `step`, `zero_grad`, `scale` for the schedule, `tensors` to save."""
 
-    def __init__(self, model: nn.Module, train: Train, *, lr: float) -> None:
+    def __init__(self, model: nn.Module, train: Train, *, lr: float, record: bool = False) -> None:
         matrices, decayed, plain = sort_parameters(model, muon=train.optimizer == "muon")
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         self.all: list[torch.optim.Optimizer] = []
@@ -37,13 +37,18 @@ class Optimizers:
         ]
         groups = [group for group in groups if group["params"]]
         if groups:
-            sharded = any(isinstance(p, DTensor) for p in self.names)
-            # A tensor, since a compiled or fused step reads it anew where a number would be fixed.
-            self.all.append(torch.optim.AdamW(groups, lr=lr, betas=train.betas, fused=not sharded))  # type: ignore[arg-type]
+            sharded = any(map(is_spread, self.names))
+            self.all.append(
+                torch.optim.AdamW(groups, lr=lr, betas=train.betas, fused=not sharded, capturable=record)  # type: ignore[arg-type]
+            )
         if matrices:
             muon = dict(params=matrices, weight_decay=train.weight_decay, highest=train.muon_lr)
             self.all.append(Muon([muon], lr=train.muon_lr, momentum=train.momentum, parts=parts_of(model)))
         self._fill()
+        if record:  # a recorded step reads its rates from memory; numbers would be fixed in it
+            for optimizer in self.all:
+                for group in optimizer.param_groups:
+                    group["lr"] = torch.tensor(group["lr"], device=group["params"][0].device)
 
     def _fill(self) -> None:
         """All state at once, so that a checkpoint can be read into it before the first step."""
@@ -74,7 +79,10 @@ class Optimizers:
         """Set every rate to this share of its highest."""
         for optimizer in self.all:
             for group in optimizer.param_groups:
-                group["lr"] = group["highest"] * share
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(group["highest"] * share)
+                else:
+                    group["lr"] = group["highest"] * share
 
     def step(self) -> None:
         for optimizer in self.all:
@@ -143,11 +151,14 @@ class Muon(torch.optim.Optimizer):
             if group["weight_decay"]:
                 torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
             steps = self._orthogonal(parameters, grads)
-            torch._foreach_add_(parameters, steps, alpha=-group["lr"])
+            torch._foreach_mul_(steps, group["lr"])
+            torch._foreach_sub_(parameters, steps)
 
     def _orthogonal(self, parameters: list[nn.Parameter], grads: list[Tensor]) -> list[Tensor]:
-        whole = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
-        pieces = [list(grad.split(self.parts.get(p, [len(grad)]))) for p, grad in zip(parameters, whole, strict=True)]
+        gathered = [whole(grad) for grad in grads]
+        pieces = [
+            list(grad.split(self.parts.get(p, [len(grad)]))) for p, grad in zip(parameters, gathered, strict=True)
+        ]
         by_shape: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
         for i, split in enumerate(pieces):
             for j, piece in enumerate(split):
@@ -161,15 +172,17 @@ class Muon(torch.optim.Optimizer):
                 rows, cols = pieces[i][j].shape
                 # A tall matrix has fewer directions than rows; its step grows to have the size of a square one's.
                 pieces[i][j] = (result if rows <= cols else result.T) * math.sqrt(max(1.0, rows / cols))
-        joined = [torch.cat(split).to(grad.dtype) for split, grad in zip(pieces, whole, strict=True)]
+        joined = [torch.cat(split).to(grad.dtype) for split, grad in zip(pieces, gathered, strict=True)]
         return [_spread(step, p) for step, p in zip(joined, parameters, strict=True)]
 
 
 def _spread(step: Tensor, like: Tensor) -> Tensor:
     """Each process's share of a step that all of them have computed."""
-    if not isinstance(like, DTensor):
+    if not is_spread(like):
         return step
-    return distribute_tensor(step, like.device_mesh, like.placements, src_data_rank=None)
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(step, like.device_mesh, like.placements, src_data_rank=None)  # type: ignore[attr-defined]
 
 
 def orthogonalise(x: Tensor, steps: int = 5) -> Tensor:

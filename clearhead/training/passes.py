@@ -1,4 +1,4 @@
-"""One piece of a batch, forward and backward: called, or on a GPU replayed from a recording.
+"""The two halves of a step, gradients and what is made of them: called, or on a GPU replayed from a recording.
 
 A small model's step is hundreds of short kernels, and starting each takes longer than running it. Recorded once as a CUDA graph,
 all of them start with one call. A recording holds for one shape of batch.
@@ -6,13 +6,16 @@ all of them start with one call. A recording holds for one shape of batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from clearhead.training.optimizers import Optimizers
+from clearhead.training.processes import whole
 from clearhead.training.tasks.task import Batch
 
 SHAPES = 4  # recordings kept; a batch of yet another shape is computed as it comes
@@ -41,6 +44,34 @@ class Passes:
             goal, loss, _ = self.objective(batch)
         (goal * factor).backward()
         return loss.detach()
+
+
+class Update:
+    """From gradients to new weights. On a GPU recorded too: the first call runs, and warms up, the second records."""
+
+    def __init__(self, optimizers: Optimizers, clip: float, *, record: bool) -> None:
+        self.optimizers, self.clip, self.record = optimizers, clip, record
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.length = torch.zeros(())
+        self.calls = 0
+
+    def __call__(self) -> Tensor:
+        """The gradients' length before they were clipped."""
+        self.calls += 1
+        if not self.record or self.calls == 1:
+            return self.run()
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.length = self.run()
+        self.graph.replay()
+        return self.length.clone()
+
+    def run(self) -> Tensor:
+        length = whole(nn.utils.clip_grad_norm_(self.optimizers.parameters(), self.clip or math.inf))
+        self.optimizers.step()
+        self.optimizers.zero_grad()
+        return length
 
 
 class Recording:

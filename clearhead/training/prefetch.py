@@ -84,5 +84,5 @@ def split_held_out(batches: list[Rows], limit: int) -> list[Rows]:
     total = sum(map(len, batches))
     if not limit or total <= limit:
         return batches
-    kept = [rows[: max(1, round(len(rows) * limit / total))] for rows in batches]
-    return kept[: max(1, int(np.searchsorted(np.cumsum([len(rows) for rows in kept]), limit)) + 1)]
+    ends = np.cumsum([len(rows) for rows in batches]) * limit // total
+    return [rows[:n] for rows, n in zip(batches, np.diff(ends, prepend=0), strict=True) if n]

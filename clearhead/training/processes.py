@@ -1,4 +1,7 @@
-"""One process or several, started by torchrun: who is here, and how the model is spread (DDP copies it, FSDP2 shards it)."""
+"""One process or several, started by torchrun: who is here, and how the model is spread (DDP copies it, FSDP2 shards it).
+
+torch's modules for that are imported where they are used: they take longer to load than a small model to build.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,16 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
-from clearhead.errors import ConfigError
+from clearhead.errors import ClearheadError, ConfigError
 from clearhead.layers.block import Block
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,13 @@ class Processes:
         """Whether any process says so: all then do the same."""
         return flag if self.world == 1 else bool(self.sum(torch.tensor(int(flag), device=self.device)))
 
+    def agree(self, value: T) -> T:
+        """What the first process has, on each."""
+        values = [value]
+        if self.world > 1:
+            dist.broadcast_object_list(values)
+        return values[0]
+
 
 @contextmanager
 def join(device: str) -> Generator[Processes]:
@@ -60,6 +68,10 @@ def join(device: str) -> Generator[Processes]:
     dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
     try:
         yield Processes(place, rank, world)
+    except RuntimeError as error:
+        if rank and (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise ClearheadError(f"process {rank} of {world} ends because another failed; that one says why") from None
+        raise
     finally:
         dist.destroy_process_group()
 
@@ -83,6 +95,10 @@ def spread(objective: nn.Module, processes: Processes, parallel: str) -> nn.Modu
     """The objective, ready to be called: alone as it is, else as one of several copies or shards."""
     if processes.world == 1:
         return objective
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
     if parallel == "ddp":
         return DistributedDataParallel(objective)
     mesh = init_device_mesh(processes.device.type, (processes.world,))
@@ -96,15 +112,27 @@ def spread(objective: nn.Module, processes: Processes, parallel: str) -> nn.Modu
 @contextmanager
 def gradients_stay(objective: Any, stay: bool) -> Generator[None]:
     """While parts of a batch are accumulated, gradients are exchanged only after the last of them."""
-    if stay and isinstance(objective, DistributedDataParallel):
+    if stay and hasattr(objective, "no_sync"):
         with objective.no_sync():
             yield
         return
-    if isinstance(objective, FSDPModule):
+    if hasattr(objective, "set_requires_gradient_sync"):
         objective.set_requires_gradient_sync(not stay)
     yield
 
 
+def reshard(objective: nn.Module) -> None:
+    """After a pass without a backward one FSDP keeps whole copies of some weights; dropped, they can not be out of date."""
+    for module in objective.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()  # type: ignore[operator]
+
+
 def whole(x: Tensor) -> Tensor:
     """A tensor that may be spread over processes, whole. All processes must ask."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    return x.full_tensor() if is_spread(x) else x  # type: ignore[attr-defined]
+
+
+def is_spread(x: Tensor) -> bool:
+    """Whether each process holds only a share of this tensor (a DTensor)."""
+    return hasattr(x, "full_tensor")

@@ -100,7 +100,7 @@ class Train:
     checkpoint_every: int = 200
     samples: int = 5  # held-out examples written out at each evaluation
     score_rows: int = 200  # translate: held-out rows decoded for BLEU, chrF and exact matches; 0: none
-    beams: int = 1  # translate: for that decoding
+    beams: int = 1  # translate: for that decoding, of the result; before, it is greedy
     tensorboard: bool = True  # where it is installed
 
 
@@ -137,7 +137,7 @@ class Recipe:
             raise ConfigError(f"{name} does not say its task; write task = one of: {', '.join(TASKS)}")
         return cls(
             task=tables["task"],
-            model=dict(tables.get("model", {})),
+            model=dict(_table("model", tables.get("model", {}))),
             data=_make(Data, "data", tables.get("data", {})),
             train=_make(Train, "train", tables.get("train", {})),
         )
@@ -164,7 +164,10 @@ class Recipe:
             known = {"data": _names(Data), "train": _names(Train), "model": _model_names()}
             if name not in known[part]:
                 everywhere = [f"{part}.{name}" for part, names in known.items() for name in names]
-                raise ConfigError(f"a recipe has no field {part}.{name}; {did_you_mean(f'{part}.{name}', everywhere)}")
+                elsewhere = [each for each in everywhere if each.endswith(f".{name}")]
+                raise ConfigError(
+                    f"a recipe has no field {part}.{name}; {did_you_mean(f'{part}.{name}', elsewhere or everywhere)}"
+                )
             tables[part][name] = _value(value.strip())
         return Recipe.from_tables(tables)
 
@@ -210,13 +213,17 @@ def _check_model(model: Mapping[str, Any]) -> None:
 
 
 def _make(kind: type, part: str, values: Any) -> Any:
-    if not isinstance(values, dict):
-        raise ConfigError(f"[{part}] is a table of fields; got {values!r:.60}; write [{part}] and a field a line")
     hints = get_type_hints(kind)
-    for name in values:
+    for name in _table(part, values):
         if name not in hints:
             raise ConfigError(f"a recipe has no field {part}.{name}; {did_you_mean(name, hints)}")
     return kind(**{name: _typed(f"{part}.{name}", value, hints[name]) for name, value in values.items()})
+
+
+def _table(part: str, values: Any) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise ConfigError(f"[{part}] is a table of fields; got {values!r:.60}; write [{part}] and a field a line")
+    return values
 
 
 def _typed(name: str, value: Any, kind: Any) -> Any:
@@ -229,8 +236,11 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
         if isinstance(value, str):
             value = [value]  # one file needs no brackets
         inner = get_args(kind)[0]
+        count = None if get_args(kind)[-1] is ... else len(get_args(kind))
         if not isinstance(value, list | tuple) or not all(_is(item, inner) for item in value):
             raise ConfigError(f"{name}={value!r} is no list of {inner.__name__}; write [...]")
+        if count is not None and len(value) != count:
+            raise ConfigError(f"{name}={value!r} has {len(value)} values; give {count}")
         return tuple(inner(item) for item in value)
     if not _is(value, kind):
         raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; give a value of type {kind.__name__}")
@@ -246,7 +256,9 @@ def _is(value: Any, kind: type) -> bool:
 def _check_values(recipe: Recipe) -> None:
     data, train = recipe.data, recipe.train
     least = {
-        "train": dict(steps=1, batch_tokens=1, accumulate=1, warmup=0, average=0, patience=0, lora_rank=0, log_every=1)
+        "train": dict(
+            steps=1, batch_tokens=1, accumulate=1, warmup=0, average=0, patience=0, lora_rank=0, log_every=1, seed=0
+        )
         | dict(evaluate_every=1, checkpoint_every=1, samples=0, score_rows=0, beams=1, evaluate_rows=0),
         "data": dict(vocab_size=1, length=2, shift=0),
     }
@@ -269,6 +281,11 @@ def _check_values(recipe: Recipe) -> None:
         raise ConfigError(
             f"train.lr=0 is for schedule='noam'; got schedule={train.schedule!r}; give a rate such as 0.001"
         )
+    if train.best in ("bleu", "chrf", "exact") and (recipe.task != "translate" or not train.score_rows):
+        raise ConfigError(
+            f"train.best={train.best!r} is measured by task='translate' with score_rows above 0; got task={recipe.task!r}, "
+            f"score_rows={train.score_rows}; choose loss or accuracy"
+        )
 
 
 def _value(text: str) -> Any:
@@ -283,6 +300,8 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
+        if not value.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in value):
+            raise ConfigError(f"{value!r} is no Unicode, and a recipe can not hold it; rename the file")
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -34,10 +35,13 @@ class Show:
 
 
 class Interrupts:
-    """While this is open, Ctrl-C and a polite kill are kept until a step is done; a second Ctrl-C ends at once."""
+    """While this is open, Ctrl-C and a polite kill are kept until a step is done; a second Ctrl-C ends at once.
 
-    def __init__(self) -> None:
-        self.raised = False
+    With an `echo`, one that follows within a second is no second one: torchrun passes on what the terminal sent to all.
+    """
+
+    def __init__(self, *, echo: bool = False) -> None:
+        self.raised, self.since, self.echo = False, 0.0, echo
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -49,9 +53,9 @@ class Interrupts:
         return self
 
     def _keep(self, number: int, frame: Any) -> None:
-        if self.raised:
+        if self.raised and not (self.echo and time.monotonic() < self.since + 1):
             raise KeyboardInterrupt
-        self.raised = True
+        self.raised, self.since = True, time.monotonic()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

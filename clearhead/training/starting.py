@@ -24,21 +24,23 @@ from clearhead.training.tasks.task import Facts
 def start(recipe: Recipe, facts: Facts) -> Model:
     """The model of a recipe, its weights drawn from the seed or taken from a checkpoint."""
     if "from" not in recipe.model:
-        model = build(make_config(recipe, facts.fields), seed=recipe.train.seed)
+        config = make_config(recipe, facts.fields)
+        _refuse_small(facts.fields, config)
+        model = build(config, seed=recipe.train.seed)
         model.generation = facts.generation
         return model
     loaded = load(recipe.model["from"], dtype=torch.float32)
     given = {name: value for name, value in recipe.model.items() if name != "from"}
     changes = {**_refuse_sizes(given, loaded.config), **_changed(facts.fields, loaded.config)}
     config = replace(loaded.config, **changes)
+    _refuse_small(facts.fields, config)
     model = build(config, seed=recipe.train.seed)
     # What the checkpoint has and the new model has not, and the other way round, may only be the head.
     ours = model.state_dict()
     taken = {name: tensor.to(ours[name].dtype) for name, tensor in loaded.state_dict().items() if name in ours}
     taken = {name: tensor for name, tensor in taken.items() if tensor.shape == ours[name].shape}
-    fresh = [name for name in ours if name not in taken]
-    if any(not name.startswith(("head.", "pool.")) for name in fresh):
-        raise ConfigError(f"{recipe.model['from']!r} has no {', '.join(fresh[:3])} of this shape; leave model.* out")
+    if absent := [name for name in ours if name not in taken and not name.startswith(("head.", "pool."))]:
+        raise ConfigError(f"{recipe.model['from']!r} has no {', '.join(absent[:3])} of this shape; leave model.* out")
     model.load_state_dict(taken, strict=False)
     model.generation, model.extras = loaded.generation, loaded.extras
     return model
@@ -47,10 +49,27 @@ def start(recipe: Recipe, facts: Facts) -> Model:
 def make_config(recipe: Recipe, facts: dict[str, Any]) -> Config:
     given = {name: value for name, value in recipe.model.items() if name not in ("preset", "from")}
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    for name in ("shape", "inputs", "head", "n_classes"):  # what the task is, and not a wish
+        if name in facts and given.get(name, facts[name]) != facts[name]:
+            raise ConfigError(f"model.{name}={given[name]!r}, but this task needs {facts[name]!r}; leave it out")
     given = {**facts, **given}
     if "preset" in recipe.model:
         return preset(recipe.model["preset"], **given)
     return Config.from_dict(given)
+
+
+def _refuse_small(facts: dict[str, Any], config: Config) -> None:
+    """A model that could not read its data."""
+    for name, field in (
+        ("vocab_size", "data.vocab_size"),
+        ("max_len", "data.length"),
+        ("max_source_len", "data.length"),
+    ):
+        if facts.get(name, 0) > getattr(config, name):
+            raise ConfigError(
+                f"the data needs {name}={facts[name]}, but the model has {getattr(config, name)}; lower {field}, or raise "
+                f"model.{name}"
+            )
 
 
 def _refuse_sizes(given: dict[str, Any], config: Config) -> dict[str, Any]:
@@ -73,6 +92,8 @@ def _changed(facts: dict[str, Any], config: Config) -> dict[str, Any]:
         assert name in names, name
         if name in ("head", "n_classes", "labels", "tie_embeddings", "head_transform", "head_bias"):
             changed[name] = value
+            if name == "head" and value != "tokens":  # what only a vocabulary's head has
+                changed |= dict(tie_embeddings=False, head_transform=False, head_bias="none", head_scale=False)
         elif name in ("shape", "inputs", "image_size", "n_channels") and getattr(config, name) != value:
             raise ConfigError(
                 f"the data needs {name}={value!r}, but the checkpoint has {getattr(config, name)!r}; start from another"

@@ -52,12 +52,16 @@ class Meter:
     def _clear(self) -> None:
         self.losses: list[Tensor] = []
         self.lengths: list[Tensor] = []
-        self.predictions = self.tokens = 0
+        self.predictions = self.tokens = self.steps = 0
         self.began = time.perf_counter()
 
     def start(self, state: State) -> None:
         """The first step comes next."""
         self._clear()
+        # What was learnt since the last row before a kill: the first process goes on with it.
+        kept = [x * self.processes.is_first for x in state.losses]
+        self.losses, self.lengths = (list(self._tensor(x)) for x in (kept, state.lengths))
+        self.predictions = state.predictions
         self.tokens_before, self.seconds_before = state.tokens, state.seconds
         self.all_tokens, self.first = 0, time.perf_counter()
 
@@ -67,13 +71,26 @@ class Meter:
         self.losses.append(loss)
         self.lengths.append(length)
         self.predictions += batch.predictions
+        self.steps += 1
         self.tokens += batch.tokens
         self.all_tokens += batch.tokens
 
+    def is_finite(self) -> bool:
+        """Whether every gradient since the last row was."""
+        return not self.lengths or bool(torch.stack(self.lengths).isfinite().all())
+
     def stamp(self, state: State) -> None:
-        """Time and tokens so far, into the state that is saved."""
+        """Time and tokens so far, and what the next row will tell, into the state that is saved."""
+        self._clock(state)
+        state.losses = self.processes.sum(torch.stack(self.losses)).tolist() if self.losses else []
+        state.lengths, state.predictions = [float(x) for x in self.lengths], self.predictions
+
+    def _clock(self, state: State) -> None:
         state.tokens = self.tokens_before + self.all_tokens
         state.seconds = self.seconds_before + time.perf_counter() - self.first
+
+    def _tensor(self, values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self.processes.device)
 
     def row(self, state: State, more: Mapping[str, float]) -> Row:
         """The line of metrics.jsonl since the last one."""
@@ -81,10 +98,10 @@ class Meter:
         norm = float(torch.stack(self.lengths).mean())
         seconds = time.perf_counter() - self.began
         speed = self.tokens / seconds
-        self.stamp(state)
+        self._clock(state)
         row: Row = {"step": state.step, "kind": "train", "loss": loss, "grad_norm": norm, **more}
         row["tokens_per_second"] = speed
-        row["utilisation"] = len(self.losses) * self.flops / seconds / self.peak / self.processes.world
+        row["utilisation"] = self.steps * self.flops / seconds / self.peak / self.processes.world
         row |= {"seconds": state.seconds, "tokens": state.tokens, "epoch": self.task.epoch(state.step)}
         self._clear()
         return row

@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clearhead.config import Generation
+from clearhead.config import Config, Generation
 from clearhead.data.corpora import find_pictures, read_labelled
 from clearhead.data.embedded import digits, held_out_fifth
 from clearhead.data.order import RowOrder, TokenOrder, held_out, in_order, padding_waste
 from clearhead.data.preparing import prepare_labelled
 from clearhead.data.preparing_pictures import prepare_arrays, prepare_pictures
 from clearhead.data.store import Store
+from clearhead.families import preset
 from clearhead.models import Encoder, Model
 from clearhead.training.recipe import Recipe
 from clearhead.training.tasks.corpus import Corpus
@@ -63,7 +64,7 @@ class Classes(Task):
         return len(rows)
 
     def count(self, batch: Batch) -> Tensor:
-        return torch.tensor(len(batch["labels"]))
+        return torch.tensor(len(batch["labels"]), device=batch["labels"].device)
 
     def batch(self, rows: Rows, step: int) -> Batch:
         return self._batch(self.store, self.chosen[rows], step)
@@ -173,8 +174,10 @@ class PictureClasses(Classes):
     def __init__(self, corpus: Corpus) -> None:
         super().__init__(corpus.recipe)
         d, t, model = self.recipe.data, self.recipe.train, self.recipe.model
-        size, channels = model.get("image_size", 224), model.get("n_channels", 3)
-        patch = model.get("patch_size", 16)
+        known = preset(model["preset"]) if "preset" in model else Config
+        size, patch, channels = (
+            model.get(name, getattr(known, name)) for name in ("image_size", "patch_size", "n_channels")
+        )
         if d.embedded == "digits":
             pictures, labels = digits()
             held = held_out_fifth(labels)

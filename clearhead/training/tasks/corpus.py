@@ -42,8 +42,8 @@ class Corpus:
 
     def tokenizer(self, texts: Callable[[], Iterable[str]], special: Sequence[str], *, around: bool) -> Tokenizer:
         """The checkpoint's tokenizer, one from a file, or one trained on `texts`; kept in the run's folder."""
-        d, kept = self.recipe.data, self.out / "tokenizer.json"
-        if kept.is_file():
+        d = self.recipe.data
+        if (self.out / "tokenizer_config.json").is_file():  # written last
             return load_tokenizer(self.out)
         if "from" in self.recipe.model:
             found = load_tokenizer(self.recipe.model["from"])

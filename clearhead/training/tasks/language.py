@@ -129,7 +129,8 @@ class Language(WindowTask):
         """Held-out text, gone on with: drawn, since what is likeliest repeats itself."""
         assert isinstance(model, Decoder)
         prompt = min(PROMPT, self.length // 2)
-        starts = self.valid.in_order()[: self.recipe.train.samples]
+        starts = self.valid.in_order()
+        starts = starts[starts + prompt < self.valid.stop][: self.recipe.train.samples]  # the last window may be short
         tokens, _ = self.valid.batch(starts)
         prompts = [row[:prompt].tolist() for row in tokens]
         room = min(CONTINUED, self.length - prompt)

@@ -68,10 +68,11 @@ class Masked(WindowTask):
         assert isinstance(model, Encoder)
         checkpointing = self.recipe.train.checkpointing and model.training
         states = model.states(batch["tokens"], documents(batch["documents"]), checkpointing=checkpointing)
-        # Only the guessed tokens need the vocabulary's product.
-        wanted = batch["targets"] != IGNORED
+        # Only the guessed tokens need the vocabulary's product. Always as many of each row: a recorded pass has one shape.
+        places = (batch["targets"] != IGNORED).int().topk(self.guessed).indices
+        rows = torch.arange(len(places), device=places.device)[:, None]
         return token_losses(
-            model, states[wanted][None], batch["targets"][wanted][None], self.recipe.train.label_smoothing
+            model, states[rows, places], batch["targets"][rows, places], self.recipe.train.label_smoothing
         )
 
     def write(self, model: Model, *, final: bool) -> tuple[dict[str, float], list[Sample]]:

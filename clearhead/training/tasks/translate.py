@@ -133,7 +133,8 @@ class Translate(Task):
         rows = [int(row) for row in self.valid_rows[:n]]
         sources = [self.valid["source"][row].tolist() for row in rows]
         room = min(model.config.max_len, 2 * max(len(source) for source in sources) + 20) if sources else 1
-        outputs = [self.words.decode(ids) for ids in translate(model, sources, beams=t.beams, max_new_tokens=room)]
+        beams = t.beams if final else 1
+        outputs = [self.words.decode(ids) for ids in translate(model, sources, beams=beams, max_new_tokens=room)]
         wanted = [self.words.decode(self.valid["target"][row].tolist()) for row in rows]
         samples = [
             Sample(self.words.decode(source), output, right)

@@ -1,0 +1,84 @@
+"""compiled = eager for the loss in chunks and for a whole objective, in one graph, forward and backward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models.tiny import assert_same
+from torch import Tensor
+from training.made import MODEL, make, model_for, recipe_of, words, write
+
+from clearhead.training.losses import IGNORED, cross_entropy
+from clearhead.training.tasks.task import Batch, Objective, Task
+
+# torch's own, where it traces an autograd function
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+# float32; the compiler fuses and reorders sums, 2^-24 each, a hundred of them
+FLOAT32 = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def forget() -> None:
+    """Each test compiles for itself: torch remembers sizes it has seen, and makes those that change symbolic."""
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_in_chunks(smoothing: float) -> None:
+    x, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ((29, 5), (53, 5), (53,)))
+    targets = torch.randint(0, 53, (29,))
+    targets[::7] = IGNORED
+
+    def loss(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return cross_entropy(x, weight, targets, bias=bias, smoothing=smoothing, chunk=11)
+
+    answers = loss(x, weight, bias), torch.compile(loss, fullgraph=True)(x, weight, bias)  # a break would be an error
+    for theirs, ours in zip(*answers, strict=True):
+        assert_same(ours, theirs, within=FLOAT32)
+    grads = [torch.autograd.grad(answer[1], (x, weight, bias)) for answer in answers]
+    for theirs, ours in zip(*grads, strict=True):
+        assert_same(ours, theirs, within=FLOAT32)
+
+
+def made(folder: Path, name: str) -> tuple[Task, Batch]:
+    data: dict[str, Any] = dict(length=31)
+    if name == "translate":
+        lines = "\n".join(words(1 + i % 5, seed=i) for i in range(41))
+        data |= dict(source=[write(folder / "a", lines)], target=[write(folder / "b", lines)])
+    elif name == "classify":
+        rows = "".join(f"{words(1 + i % 5, seed=i)},{'yn'[i % 2]}\n" for i in range(41))
+        data |= dict(files=[write(folder / "t.csv", "text,label\n" + rows)])
+    else:
+        lines = "\n".join(words(1 + i % 11, seed=i) for i in range(101))
+        data |= dict(files=[write(folder / "a.txt", lines)], documents="file" if name == "language" else "line")
+    task = make(
+        recipe_of(name.split("-")[0], model=MODEL | dict(n_layers=1), data=data, batch_tokens=217, label_smoothing=0.1),
+        folder,
+    )
+    return task, task.batch(np.asarray(task.rows(0)), 0)
+
+
+@pytest.mark.parametrize("name", ["language", "language-documents", "mask", "translate", "classify"])
+def test_a_whole_objective(tmp_path: Path, name: str) -> None:
+    """What the loop compiles, with one graph and no break in it.
+
+    For most tasks the graph is what is tested, not the code made of it: aot_eager is enough, and quick.
+    """
+    task, batch = made(tmp_path, name)
+    assert ("documents" in batch) == (name in ("language-documents", "mask"))
+    backend = "inductor" if name == "language" else "aot_eager"
+    eager, compiled = (Objective(model_for(task, dtype=torch.float32).train(), task) for _ in range(2))
+    answers = eager(batch), torch.compile(compiled, fullgraph=True, backend=backend)(batch)
+    for theirs, ours in zip(*answers, strict=True):
+        assert_same(ours, theirs, within=FLOAT32)
+    for answer in answers:
+        answer[0].backward()
+    for (site, theirs), ours in zip(eager.named_parameters(), compiled.parameters(), strict=True):
+        assert theirs.grad is not None, site
+        assert ours.grad is not None, site
+        assert_same(ours.grad, theirs.grad, within=FLOAT32)

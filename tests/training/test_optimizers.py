@@ -1,0 +1,249 @@
+"""AdamW and Muon: against torch's, against float64 references, and that their state comes back."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from models.tiny import EVERY, tiny
+from torch import Tensor, nn
+
+from clearhead.layers.linear import FusedLinear
+from clearhead.training.optimizers import QUINTIC, Muon, Optimizers, orthogonalise, parts_of, sort_parameters
+from clearhead.training.recipe import Train
+
+
+def reference_orthogonalise(x: Tensor, steps: int = 5) -> Tensor:
+    """X <- a X + (b A + c A A) X with A = X X^T, from X / |X|, of the matrix lying down; float64."""
+    a, b, c = QUINTIC
+    out = x.double() if x.shape[0] <= x.shape[1] else x.double().T
+    out = out / max(float(out.norm()), 1e-7)
+    for _ in range(steps):
+        gram = out @ out.T
+        out = a * out + (b * gram + c * gram @ gram) @ out
+    return out if x.shape[0] <= x.shape[1] else out.T
+
+
+class ReferenceMuon:
+    """One matrix. m <- mu m + (1 - mu) g; u = orthogonal((1 - mu) g + mu m); w <- w - lr wd w - lr sqrt(max(1, rows / cols)) u."""
+
+    def __init__(self, weight: Tensor, *, lr: float, momentum: float, decay: float) -> None:
+        self.w, self.m = weight.detach().double().clone(), torch.zeros_like(weight, dtype=torch.float64)
+        self.lr, self.mu, self.decay = lr, momentum, decay
+
+    def step(self, grad: Tensor) -> None:
+        grad = grad.double()
+        self.m = self.mu * self.m + (1 - self.mu) * grad
+        update = reference_orthogonalise((1 - self.mu) * grad + self.mu * self.m)
+        rows, cols = self.w.shape
+        self.w = self.w - self.lr * self.decay * self.w - self.lr * math.sqrt(max(1, rows / cols)) * update
+
+
+SHAPES = [(7, 11), (11, 7), (5, 5), (7, 11), (29, 3), (1, 13)]
+
+
+def drive(
+    optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], steps: int, seed: int = 3
+) -> list[list[Tensor]]:
+    """Steps with drawn gradients; returns the gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn: list[list[Tensor]] = []
+    for _ in range(steps):
+        drawn.append([torch.randn(w.shape, generator=generator).to(w) for w in weights])
+        for weight, grad in zip(weights, drawn[-1], strict=True):
+            weight.grad = grad.clone()
+        optimizer.step()
+    return drawn
+
+
+def muon(weights: list[nn.Parameter], *, lr: float = 0.02, decay: float = 0.1, **options: Any) -> Muon:
+    made = Muon([dict(params=weights, weight_decay=decay)], lr=lr, momentum=0.9, **options)
+    for weight in weights:
+        made.state[weight]["momentum"] = torch.zeros_like(weight)
+    return made
+
+
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_muon_is_its_equations(dtype: torch.dtype, within: float):
+    """float32: five products of matrices, each with errors of 2^-24 that the next may make three times larger."""
+    weights = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in SHAPES]
+    references = [ReferenceMuon(weight, lr=0.02, momentum=0.9, decay=0.1) for weight in weights]
+    for grads in drive(muon(weights), weights, steps=5):
+        for reference, grad in zip(references, grads, strict=True):
+            reference.step(grad)
+    for weight, reference in zip(weights, references, strict=True):
+        torch.testing.assert_close(weight.detach().double(), reference.w, rtol=0, atol=within)
+
+
+def test_muon_is_torchs():
+    ours = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    theirs = [nn.Parameter(weight.detach().clone()) for weight in ours]
+    drive(muon(ours), ours, steps=5)
+    drive(torch.optim.Muon(theirs, lr=0.02, momentum=0.9, weight_decay=0.1), theirs, steps=5)
+    for a, b, (rows, cols) in zip(ours, theirs, SHAPES, strict=True):
+        # torch iterates in bfloat16, 8 bits: its singular values are off by some hundredths. Five steps of 0.02.
+        moved = 5 * 0.02 * math.sqrt(max(1, rows / cols))
+        torch.testing.assert_close(a, b, rtol=0, atol=0.1 * moved)
+
+
+@pytest.mark.parametrize("shape", [(7, 11), (31, 31), (3, 101)])
+def test_singular_values_come_near_one(shape: tuple[int, int]):
+    """Those not far below the largest: five steps multiply a small one by at most 3.4445^5."""
+    x = torch.randn(13, *shape)
+    before, after = torch.linalg.svdvals(x), torch.linalg.svdvals(orthogonalise(x))
+    seen = before / before.norm(dim=-1, keepdim=True) > 0.01
+    assert after[seen].min() > 0.5
+    assert after.max() < 1.3
+    u, _, v = torch.linalg.svd(x, full_matrices=False)
+    # and the directions stay: in the matrix's own, the result is diagonal
+    turned = u.mT @ orthogonalise(x) @ v.mT
+    torch.testing.assert_close(
+        turned - torch.diag_embed(turned.diagonal(dim1=-2, dim2=-1)), torch.zeros_like(turned), rtol=0, atol=1e-4
+    )
+
+
+def test_orthogonalise_of_nothing_is_nothing():
+    assert not orthogonalise(torch.zeros(2, 3, 5)).any()
+
+
+def test_a_fused_matrix_is_three():
+    parts = {"q": 11, "k": 5, "v": 5}
+    fused = FusedLinear(7, parts, bias=set())
+    apart = [nn.Parameter(piece.clone()) for piece in fused.weight.detach().split(list(parts.values()))]
+    assert parts_of(nn.Sequential(fused)) == {fused.weight: [11, 5, 5]}
+    drawn = drive(muon([fused.weight], parts=parts_of(fused)), [fused.weight], steps=3)
+    optimizer = muon(apart)
+    for (grad,) in drawn:
+        for weight, piece in zip(apart, grad.split(list(parts.values())), strict=True):
+            weight.grad = piece.clone()
+        optimizer.step()
+    assert torch.equal(fused.weight.detach(), torch.cat([weight.detach() for weight in apart]))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_parameter_groups(name: str):
+    model = tiny(name, dtype=torch.float32)
+    names = {parameter: place for place, parameter in model.named_parameters()}
+    matrices, decayed, plain = ([names[p] for p in group] for group in sort_parameters(model, muon=True))
+    assert sorted([*matrices, *decayed, *plain]) == sorted(n for n, p in model.named_parameters() if p.requires_grad)
+    assert all("blocks." in n and "norm" not in n for n in matrices)
+    assert not any(n.endswith("bias") or "norm." in n for n in [*matrices, *decayed])
+    for place in ("tokens", "positions", "head", "segments", "source."):
+        assert not any(n.startswith((place, f"decoder.{place}", f"encoder.{place}")) for n in matrices)
+    without = sort_parameters(model, muon=False)
+    assert without[0] == []
+    assert {names[p] for p in without[1]} == {*matrices, *decayed}
+
+
+def test_what_is_frozen_is_left_out():
+    model = tiny("gpt2", dtype=torch.float32)
+    model.requires_grad_(False)
+    model.tokens.weight.requires_grad_(True)  # type: ignore[union-attr]
+    assert len(Optimizers(model, Train(optimizer="muon"), lr=0.1).parameters()) == 1
+
+
+def fill(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def test_adamw_is_torchs():
+    ours, theirs = (tiny("gpt2", dtype=torch.float32) for _ in range(2))
+    optimizer = Optimizers(ours, Train(weight_decay=0.3, betas=(0.8, 0.9)), lr=0.01)
+    groups = [
+        dict(params=[p for p in theirs.parameters() if (p.ndim >= 2) == decays], weight_decay=0.3 if decays else 0.0)
+        for decays in (True, False)
+    ]
+    reference = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9), foreach=False, fused=False)
+    for step in range(5):
+        fill(ours, step)
+        fill(theirs, step)
+        optimizer.scale(0.5)
+        for group in reference.param_groups:
+            group["lr"] = 0.5 * 0.01
+        optimizer.step()
+        reference.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)  # float32; the fused kernel orders its operations otherwise
+
+
+def test_norms_and_biases_are_not_decayed():
+    model = tiny("gpt2", dtype=torch.float32)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    Optimizers(model, Train(optimizer="muon", weight_decay=0.5, muon_lr=0.2), lr=0.1).step()
+    for name, parameter in model.named_parameters():
+        rate = 0.2 if "blocks." in name and parameter.ndim == 2 else 0.1
+        factor = 1 - rate * 0.5 if parameter.ndim >= 2 else 1.0
+        torch.testing.assert_close(parameter.detach(), before[name] * factor)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_state_comes_back(kind: Any):
+    """Tensors copied into a fresh optimizer, before its first step, give the same next steps to the bit."""
+    model = tiny("llama", dtype=torch.float32)
+    train = Train(optimizer=kind)
+    optimizer = Optimizers(model, train, lr=0.01)
+    for step in range(3):
+        fill(model, step)
+        optimizer.step()
+    copied = tiny("llama", dtype=torch.float32)
+    copied.load_state_dict(model.state_dict())
+    other = Optimizers(copied, train, lr=0.01)
+    assert other.tensors().keys() == optimizer.tensors().keys()
+    for name, tensor in other.tensors().items():
+        tensor.copy_(optimizer.tensors()[name])
+    for step in range(3, 6):
+        for made, optimised in ((model, optimizer), (copied, other)):
+            fill(made, step)
+            optimised.scale(1 / step)
+            optimised.step()
+    for a, b in zip(model.parameters(), copied.parameters(), strict=True):
+        assert torch.equal(a, b)
+    for name, tensor in optimizer.tensors().items():
+        assert torch.equal(tensor, other.tensors()[name]), name
+
+
+def test_names_of_the_state():
+    model = tiny("llama", dtype=torch.float32)
+    names = set(Optimizers(model, Train(optimizer="muon"), lr=0.1).tensors())
+    assert {f"tokens.weight.{part}" for part in ("step", "exp_avg", "exp_avg_sq")} <= names
+    assert "blocks.0.attention.qkv.weight.momentum" in names
+    assert len(names) == sum(1 if "blocks." in n and p.ndim == 2 else 3 for n, p in model.named_parameters())
+
+
+def test_scale_sets_every_rate():
+    optimizers = Optimizers(tiny("gpt2", dtype=torch.float32), Train(optimizer="muon", muon_lr=0.07), lr=0.03)
+    for share in (0.5, 0.0, 1.0):
+        optimizers.scale(share)
+        rates = [group["lr"] for optimizer in optimizers.all for group in optimizer.param_groups]
+        assert rates == [0.03 * share, 0.03 * share, 0.07 * share]
+
+
+def test_gradients_stay_where_they_are_at_zero():
+    model = tiny("gpt2", dtype=torch.float32)
+    optimizers = Optimizers(model, Train(), lr=0.1)
+    fill(model, 0)
+    places = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
+    optimizers.zero_grad()
+    assert [p.grad.data_ptr() for p in model.parameters() if p.grad is not None] == places
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+def test_muon_learns():
+    """One batch, learnt by heart: what a least-squares problem of full rank allows."""
+    weight = nn.Parameter(torch.randn(7, 11))
+    wanted, x = torch.randn(7, 11), torch.randn(11, 29)
+    optimizer = muon([weight], lr=0.1, decay=0.0)
+    for step in range(200):
+        weight.grad = None
+        loss = ((weight - wanted) @ x).square().mean()
+        loss.backward()
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 - step / 200)
+        optimizer.step()
+    assert float(((weight - wanted) @ x).square().mean().detach()) < 1e-3
