@@ -14,6 +14,7 @@ Prints a table; exits with 1 if any model.safetensors, or any loss in metrics.js
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -28,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._inductor  # building a model loads it: better once here than in every run
 
 from clearhead.training import Recipe, find_recipe, train
 
@@ -54,6 +54,7 @@ def main() -> None:
     recipe = find_recipe(options.recipe).with_set(["train.tensorboard=false", *options.set])
     # Runs are forked from this process, which loads torch once and computes nothing itself.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    importlib.import_module("torch._inductor")  # building a model loads it: better once here than in every run
     place = Path(tempfile.mkdtemp(prefix="kills-"))
     try:
         sys.exit(compare(recipe, place, options))

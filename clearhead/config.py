@@ -82,7 +82,7 @@ class Config:
     head_scale: bool = False  # states times 1 / sqrt(d_model) before the vocabulary (T5 with a tied head)
     n_classes: int = 0  # 0: as many as there are labels
     labels: tuple[str, ...] = ()  # the classes' names, where they have some
-    pool: Literal["first", "mean"] = "first"
+    pool: Literal["first", "mean", "max"] = "first"
     pooler: bool = False  # BERT's dense + tanh on the pooled state
     pool_normed: bool = False  # the pooled state brought to length 1 (sentence embeddings)
 

@@ -65,7 +65,9 @@ def read_dates(folder: Path) -> None:
 
     console = wide_console()
     model, tokenizer = load(folder), load_tokenizer(folder)
-    assert isinstance(model, EncoderDecoder) and tokenizer.eos is not None and tokenizer.bos is not None
+    assert isinstance(model, EncoderDecoder)
+    assert tokenizer.eos is not None
+    assert tokenizer.bos is not None
     sources = [[*tokenizer.encode(text, special=False), tokenizer.eos] for text in DATES]
     console.print("\nA day it has never seen, in eight languages:", style="bold")
     for text, ids in zip(DATES, translate(model, sources, beams=1), strict=True):

@@ -132,7 +132,7 @@ def pooling(theirs: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-POOLS = {"mean": "mean", "mean_tokens": "mean", "cls": "first", "cls_token": "first"}
+POOLS = {"mean": "mean", "mean_tokens": "mean", "cls": "first", "cls_token": "first", "max": "max", "max_tokens": "max"}
 
 
 def _pool_of(module: Mapping[str, Any]) -> str:
@@ -140,7 +140,7 @@ def _pool_of(module: Mapping[str, Any]) -> str:
     switched = [name.removeprefix("pooling_mode_") for name, value in module.items() if value is True]
     modes = [mode for mode in [module.get("pooling_mode"), *switched] if mode not in (None, "include_prompt")]
     if len(modes) != 1 or modes[0] not in POOLS:
-        raise CheckpointError(f"1_Pooling/config.json's pooling_mode is {modes}; supported is one of cls, mean")
+        raise CheckpointError(f"1_Pooling/config.json's pooling_mode is {modes}; supported is one of cls, mean, max")
     return POOLS[modes[0]]
 
 
@@ -148,8 +148,8 @@ def write_pooling(config: Config) -> dict[str, Any]:
     """The modules, where the model ends in states or in what is pooled of them without a dense layer."""
     if config.head != "none" or config.pooler:
         return {}
-    modes = dict(cls_token=config.pool == "first", mean_tokens=config.pool == "mean")
-    switches = {f"pooling_mode_{mode}": on for mode, on in modes.items()}
+    modes = dict(cls_token="first", mean_tokens="mean", max_tokens="max")
+    switches = {f"pooling_mode_{mode}": config.pool == kind for mode, kind in modes.items()}
     pool = dict(type="Pooling", word_embedding_dimension=config.d_model, **switches)
     return dict(modules=[dict(type="Transformer"), pool, *([dict(type="Normalize")] if config.pool_normed else [])])
 

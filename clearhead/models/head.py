@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
@@ -27,7 +29,8 @@ def make_head(config: Config) -> TokenHead:
 
 
 class Pool(nn.Module):
-    """One vector for the whole sequence: its first state or the mean of the real ones; BERT adds dense + tanh.
+    """One vector for the whole sequence: its first state, or the mean or the largest values of the real ones; BERT adds
+    dense + tanh.
 
     `normed` brings it to length 1, so that a dot product of two is their cosine.
     """
@@ -42,6 +45,8 @@ class Pool(nn.Module):
         if self.kind == "mean":
             weight = states.new_ones(states.shape[:2]) if real is None else real.to(states)
             pooled = (states * weight[..., None]).sum(1) / weight.sum(1, keepdim=True)
+        elif self.kind == "max":
+            pooled = (states if real is None else states.masked_fill(~real[..., None], -math.inf)).amax(1)
         else:  # the first real state, wherever the padding is
             pooled = states[:, 0] if real is None else states[rows, real.int().argmax(1)]
         pooled = pooled if self.dense is None else torch.tanh(self.dense(pooled))

@@ -65,8 +65,7 @@ def open_folder(path: Path, recipe: Recipe, *, resume: bool, device: torch.devic
     file = path / "recipe.toml"
     if path.exists() and not path.is_dir():
         raise InputError(f"{path} is a file; choose another folder with --out")
-    # A run that failed before its first checkpoint, over its data say, has nothing to lose and may begin anew.
-    if not resume and [*path.glob("checkpoints/step-*"), *path.glob("model*.safetensors")]:
+    if file.exists() and not resume:
         raise InputError(
             f"{path} already holds a run; go on with it: clearhead train --resume {path}, or choose another folder with --out"
         )
@@ -75,8 +74,6 @@ def open_folder(path: Path, recipe: Recipe, *, resume: bool, device: torch.devic
         raise InputError(f"{path} is not empty and holds no run; choose another folder with --out")
     try:
         path.mkdir(parents=True, exist_ok=True)
-        for made in () if resume else ("tokenizer_config.json", "tokenizer.json", "metrics.jsonl"):
-            (path / made).unlink(missing_ok=True)
         write_text(file, recipe.to_toml())
         (path / "checkpoints").mkdir(exist_ok=True)
         write_text(path / "environment.json", json.dumps(environment(device), indent=2) + "\n")

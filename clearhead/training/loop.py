@@ -23,7 +23,7 @@ from clearhead.training.evaluation import evaluate, is_better
 from clearhead.training.folder import check_resumable, check_space, open_folder, read_run, settle
 from clearhead.training.journal import Journal
 from clearhead.training.optimizers import Optimizers
-from clearhead.training.passes import Passes, Update
+from clearhead.training.passes import ROUNDING, Passes, Update
 from clearhead.training.prefetch import StepBatch, prefetch
 from clearhead.training.processes import Processes, gradients_stay, join, spread
 from clearhead.training.recipe import Recipe, Train, find_recipe
@@ -75,13 +75,8 @@ def train(
         objective = Objective(model, task)
         called = spread(objective, processes, t.parallel)
         autocast = make_autocast(t, processes.device)
-        record = (
-            t.record
-            and task.has_one_shape
-            and processes.device.type == "cuda"
-            and processes.world == 1
-            and not t.compile
-        )
+        record = t.record and not t.compile and processes.device.type == "cuda" and processes.world == 1
+        task.rounding = ROUNDING if record else task.rounding
         passes = Passes(torch.compile(called) if t.compile else called, autocast, record=record)
         optimizers = Optimizers(model, t, lr=highest(t, model.config.d_model), record=record)
         update = Update(optimizers, t.clip, record=record)
@@ -174,7 +169,10 @@ def seed_all(seed: int, step: int, piece: int, rank: int) -> None:
 
 def set_up(t: Train) -> None:
     torch.set_float32_matmul_precision("high")  # on a GPU: products of float32 on the matrix units
-    torch.use_deterministic_algorithms(t.deterministic)
+    if (
+        t.deterministic != torch.are_deterministic_algorithms_enabled()
+    ):  # asking costs nothing, setting loads the compiler
+        torch.use_deterministic_algorithms(t.deterministic)
 
 
 def make_autocast(t: Train, device: torch.device) -> AbstractContextManager[Any]:

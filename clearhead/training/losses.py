@@ -33,21 +33,29 @@ def cross_entropy(
     the paper); the first value stays the plain one. Gradients flow from the second only. Targets of IGNORED do not count.
     """
     rows = chunk or max(1, CHUNK_ELEMENTS // weight.shape[0])
-    if not torch.is_grad_enabled():  # the function below sees only what its inputs ask for
+    # Asked here, since inside the function gradients are off and compilers differ in what they tell.
+    wanted = tuple(torch.is_grad_enabled() and y is not None and y.requires_grad for y in (x, weight, bias))
+    if not any(wanted):
         x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
     device = x.device.type
     if torch.is_autocast_enabled(device):  # the product runs in autocast's type, as F.linear would
         dtype = torch.get_autocast_dtype(device)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return _CrossEntropy.apply(x.flatten(0, -2), weight, bias, targets.flatten(), smoothing, rows)  # type: ignore[no-any-return]
+    return _CrossEntropy.apply(x.flatten(0, -2), weight, bias, targets.flatten(), smoothing, rows, wanted)  # type: ignore[no-any-return]
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float, rows: int
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        smoothing: float,
+        rows: int,
+        wanted: tuple[bool, bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wanted = [bool(need) for need in ctx.needs_input_grad[:3]]
         exact = torch.promote_types(x.dtype, torch.float32)
         plain, smoothed = x.new_zeros((), dtype=exact), x.new_zeros((), dtype=exact)
         correct = torch.zeros((), dtype=torch.int64, device=x.device)
@@ -81,7 +89,7 @@ class _CrossEntropy(torch.autograd.Function):
             None if x is None else x * grad.to(x.dtype),
             None if weight is None else (weight * grad).to(ctx.dtype),
             None if bias is None else (bias * grad).to(ctx.dtype),
-            *(None, None, None),
+            *(None, None, None, None),
         )
 
 

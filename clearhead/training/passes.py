@@ -18,8 +18,10 @@ from clearhead.training.optimizers import Optimizers
 from clearhead.training.processes import whole
 from clearhead.training.tasks.task import Batch
 
-SHAPES = 4  # recordings kept; a batch of yet another shape is computed as it comes
+SHAPES = 64  # recordings kept; a batch of yet another shape is computed as it comes
+ROUNDING = (16, 8)  # rows and lengths are filled up to multiples of these, so that few shapes come
 WARM_UP = 3
+THREAD = "thread_local"  # meanwhile another thread makes the next batches, and takes memory for them
 
 
 class Passes:
@@ -28,6 +30,9 @@ class Passes:
     def __init__(self, objective: Callable[..., Any], autocast: AbstractContextManager[Any], *, record: bool) -> None:
         self.objective, self.autocast, self.record = objective, autocast, record
         self.recordings: dict[Any, Recording] = {}
+        self.memory = (
+            torch.cuda.graph_pool_handle() if record else None
+        )  # one replays at a time: they share their memory
 
     def __call__(self, batch: Batch, factor: float) -> Tensor:
         if not self.record:
@@ -36,7 +41,7 @@ class Passes:
         if shapes not in self.recordings:
             if len(self.recordings) == SHAPES:
                 return self.run(batch, factor)
-            self.recordings[shapes] = Recording(self.run, batch)
+            self.recordings[shapes] = Recording(self.run, batch, self.memory)
         return self.recordings[shapes].replay(batch, factor)
 
     def run(self, batch: Batch, factor: float | Tensor) -> Tensor:
@@ -62,7 +67,7 @@ class Update:
             return self.run()
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            with torch.cuda.graph(self.graph, capture_error_mode=THREAD):
                 self.length = self.run()
         self.graph.replay()
         return self.length.clone()
@@ -77,7 +82,7 @@ class Update:
 class Recording:
     """The kernels of one pass, and the memory they read their input from."""
 
-    def __init__(self, run: Callable[[Batch, float | Tensor], Tensor], batch: Batch) -> None:
+    def __init__(self, run: Callable[[Batch, float | Tensor], Tensor], batch: Batch, memory: Any) -> None:
         self.batch = {name: tensor.clone() for name, tensor in batch.items()}
         device = next(iter(batch.values())).device
         self.factor = torch.zeros((), device=device)  # so that warming up adds nothing to the gradients
@@ -88,7 +93,7 @@ class Recording:
                 run(self.batch, self.factor)
         torch.cuda.current_stream(device).wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, pool=memory, capture_error_mode=THREAD):
             self.loss = run(self.batch, self.factor)
 
     def replay(self, batch: Batch, factor: float) -> Tensor:

@@ -210,7 +210,7 @@ def test_another_model_in_the_same_folder_leaves_no_modules(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("pooling", "more", "named"),
     [
-        (dict(pooling_mode_max_tokens=True), (), "max_tokens"),
+        (dict(pooling_mode_weightedmean_tokens=True), (), "weightedmean_tokens"),
         (dict(pooling_mode_cls_token=True, pooling_mode_mean_tokens=True), (), "mean_tokens"),
         (dict(pooling_mode="lasttoken"), (), "lasttoken"),
         (MEAN, ("Dense",), "Dense"),

@@ -82,7 +82,7 @@ def fields(
 def encoder_fields(draw: st.DrawFn, head: str | None = None) -> Fields:
     """What an encoder ends in."""
     head = head or draw(st.sampled_from(["none", "tokens", "classes"]))
-    drawn = dict(head=head, pool=draw(st.sampled_from(["first", "mean"])), pooler=draw(st.booleans()))
+    drawn = dict(head=head, pool=draw(st.sampled_from(["first", "mean", "max"])), pooler=draw(st.booleans()))
     drawn |= dict(n_segments=draw(st.sampled_from([0, 2])), pool_normed=draw(st.booleans()))
     drawn |= dict(dropped_token=draw(st.sampled_from([-1, 5])))
     if head == "tokens":

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.torch import load_file
+from torch import Tensor
 
 from clearhead.training import Recipe, Result, Show, train
 from clearhead.training.recipe import Data
@@ -124,6 +126,12 @@ def metrics(out: Path) -> list[Row]:
     """The lines of metrics.jsonl, without what a clock says."""
     lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [{name: value for name, value in json.loads(line).items() if name not in CLOCKED} for line in lines]
+
+
+def read_checkpoint(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint that one process wrote."""
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)
 
 
 def steps_kept(out: Path) -> list[int]:

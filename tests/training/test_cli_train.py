@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+import clearhead as ch
+from clearhead.cli import main
+from clearhead.training import Recipe, read_run
 from training.running import (
     command,
     make_recipe,
@@ -23,10 +27,6 @@ from training.running import (
     write_text,
 )
 
-import clearhead as ch
-from clearhead.cli import main
-from clearhead.training import Recipe, read_run
-
 pytestmark = pytest.mark.usefixtures("unchecked")  # typer hands over what the annotations do not say
 
 # Any recipe, made tiny.
@@ -36,10 +36,18 @@ TINY = [
     "model.n_heads=2",
     "model.d_ff=13",
     "data.tokenizer=chars",
+    "data.length=29",
     "train.steps=3",
+    "train.batch_tokens=131",
+    "train.evaluate_every=3",
+    "train.log_every=1",
+    "train.samples=2",
+    "train.score_rows=2",
+    "train.tensorboard=false",
+    "train.device=cpu",
+    "train.patience=0",
+    "train.average=0",
 ]
-TINY += ["train.batch_tokens=131", "data.length=29", "train.evaluate_every=3", "train.log_every=1", "train.samples=2"]
-TINY += ["train.score_rows=2", "train.tensorboard=false", "train.device=cpu", "train.patience=0", "train.average=0"]
 PICTURES = ["model.image_size=8", "model.patch_size=4", "data.valid_share=0.3", "data.shift=1"]
 
 
@@ -66,7 +74,8 @@ class Clearhead:
             code = 0
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 0
-        return Ran(code, *self.capsys.readouterr())
+        said = self.capsys.readouterr()
+        return Ran(code, said.out, said.err)
 
 
 @pytest.fixture
@@ -219,7 +228,7 @@ def test_debug_shows_where(clearhead: Clearhead, monkeypatch: pytest.MonkeyPatch
 
 
 BAD = {
-    "bad_bytes": (b"one line\nsecond \xff line\n", "a.source:2 is not UTF-8: byte 0xff", "--bad-bytes=drop", "dropped: invalid UTF-8"),
+    "bad_bytes": (b"one line\nsecond \xff\n", "a.source:2 is not UTF-8: byte 0xff", "--bad-bytes=drop", "dropped: invalid UTF-8"),
     "empty": (b"one line\n\nthree\n", "a.source:2 is empty", "--empty=drop", "dropped: empty"),
     "too_long": (b"one\n" + b"x" * 10_000_000 + b"\nthree\n", "a.source:2 has at least", "--too-long=drop", "more than 29 tokens"),
 }  # fmt: skip
@@ -236,7 +245,7 @@ def test_bad_lines_are_named_and_a_flag_decides(kind: str, clearhead: Clearhead,
     assert ran.code == 1
     assert message in ran.err
     assert ran.err.count("\n") == 1
-    ran = clearhead(*pairs, "--out", "x", flag)  # the same command and the flag: the folder that failed may be used
+    ran = clearhead(*pairs, "--out", "y", flag)
     assert ran.code == 0, ran
     assert said in ran.out
     assert "1 of " in ran.out

@@ -10,19 +10,20 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from training.running import Watching, make_recipe, metrics, steps_kept, weights
 
 import clearhead as ch
 from clearhead.errors import CheckpointError, ClearheadError, ConfigError
 from clearhead.training import train
 from clearhead.training.show import Interrupts, Row
+from training.running import Watching, make_recipe, metrics, read_checkpoint, steps_kept, weights
 
 TASKS = ["language", "mask", "translate", "classify", "pictures"]
 
@@ -119,7 +120,7 @@ def test_signals_elsewhere_than_in_the_main_thread_are_not_ours() -> None:
 
 
 @contextmanager
-def largest_file(nbytes: int) -> Iterator[None]:
+def largest_file(nbytes: int) -> Generator[None]:
     """The kernel refuses to let any file grow beyond this: a full disk, but for the number of the error."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
@@ -225,16 +226,17 @@ def test_a_folder_that_becomes_read_only(tmp_path: Path, monkeypatch: pytest.Mon
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
         mkdir(path, *arguments, **options)  # type: ignore[arg-type]
 
-    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="Read-only file system") as error:
+    with monkeypatch.context() as patch:
         patch.setattr(Path, "mkdir", refuse)
-        train(recipe, tmp_path / "x", resume=True)
+        with pytest.raises(CheckpointError, match="Read-only file system") as error:
+            train(recipe, tmp_path / "x", resume=True)
     assert "the last whole one is step-00000004" in str(error.value)
     assert f"clearhead train --resume {tmp_path / 'x'}" in str(error.value)
     assert train(recipe, tmp_path / "x", resume=True).is_complete
 
 
 @pytest.mark.parametrize("cadence", [dict(checkpoint_every=1), dict(checkpoint_every=2, log_every=100)])
-def test_a_loss_that_is_no_number(cadence: dict[str, int], tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number(cadence: dict[str, Any], tmp_path: Path) -> None:
     recipe = make_recipe(
         "language", tmp_path, lr=1e30, clip=0.0, schedule="constant", warmup=0, evaluate_every=6, **cadence
     )
@@ -243,14 +245,15 @@ def test_a_loss_that_is_no_number(cadence: dict[str, int], tmp_path: Path) -> No
     ):
         train(recipe, tmp_path / "x")
     for checkpoint in (tmp_path / "x" / "checkpoints").glob("step-*"):
-        tensors = load_file(*checkpoint.glob("*.safetensors"))
-        assert all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+        assert all(bool(tensor.isfinite().all()) for tensor in read_checkpoint(checkpoint).values())
     assert not (tmp_path / "x" / "model.safetensors").exists()
 
 
 def test_early_stopping(tmp_path: Path) -> None:
     """A rate of nearly 0 leaves the accuracy as it is: the first evaluation stays the best."""
-    changes = dict(steps=50, evaluate_every=2, patience=3, best="accuracy", lr=1e-12, checkpoint_every=50)
+    changes: dict[str, Any] = dict(
+        steps=50, evaluate_every=2, patience=3, best="accuracy", lr=1e-12, checkpoint_every=50
+    )
     recipe = make_recipe("language", tmp_path, **changes)
     result = train(recipe, tmp_path / "x", show=(show := Watching()))
     assert (result.step, result.is_complete) == (8, True)
@@ -265,7 +268,7 @@ def test_early_stopping(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keep", ["best", "last"])
 def test_which_weights_are_the_result(keep: str, tmp_path: Path) -> None:
     """With a rate that is far too high the loss jumps, and the best is not the last."""
-    changes = dict(steps=12, evaluate_every=1, lr=0.3, warmup=0, schedule="constant", evaluate_rows=0)
+    changes: dict[str, Any] = dict(steps=12, evaluate_every=1, lr=0.3, warmup=0, schedule="constant", evaluate_rows=0)
     recipe = make_recipe("language", tmp_path, keep=keep, **changes)
     result = train(recipe, tmp_path / "x", show=(show := Watching()))
     losses = [row["loss"] for row in show.valid]

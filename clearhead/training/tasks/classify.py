@@ -21,6 +21,7 @@ from clearhead.data.preparing_pictures import prepare_arrays, prepare_pictures
 from clearhead.data.store import Store
 from clearhead.families import preset
 from clearhead.models import Encoder, Model
+from clearhead.training.losses import IGNORED
 from clearhead.training.recipe import Recipe
 from clearhead.training.tasks.corpus import Corpus
 from clearhead.training.tasks.task import Batch, Facts, Losses, Rows, Sample, Task, pad, row_generator
@@ -64,7 +65,7 @@ class Classes(Task):
         return len(rows)
 
     def count(self, batch: Batch) -> Tensor:
-        return torch.tensor(len(batch["labels"]), device=batch["labels"].device)
+        return (batch["labels"] != IGNORED).sum()
 
     def batch(self, rows: Rows, step: int) -> Batch:
         return self._batch(self.store, self.chosen[rows], step)
@@ -93,9 +94,9 @@ class Classes(Task):
         device = next(model.parameters()).device
         with torch.no_grad():
             mask = batch["mask"].to(device) if "mask" in batch else None
-            guesses = model(batch["inputs"].to(device), mask).argmax(-1).tolist()
+            guesses = model(batch["inputs"].to(device), mask).argmax(-1)[: len(rows)].tolist()
         shown = [self._show(int(row)) for row in self.valid_rows[rows]]
-        right = [self.labels[label] for label in batch["labels"].tolist()]
+        right = [self.labels[label] for label in batch["labels"][: len(rows)].tolist()]
         return {}, [Sample(*one) for one in zip(shown, (self.labels[g] for g in guesses), right, strict=True)]
 
     @abstractmethod
@@ -138,6 +139,8 @@ class TextClasses(Classes):
 
         self.store = prepare("texts", d.files, None)
         self._split(prepare("valid", d.valid, self.labels) if d.valid else None)
+        known = (tokenizer.mask, tokenizer.unk, tokenizer.pad)
+        self.hidden = next((id for id in known if id is not None), 0)  # what stands for a hidden token
         lengths = self.store["text"].lengths[self.chosen]
         self.order = TokenOrder([lengths], t.batch_tokens, t.seed)
         first = [self.order.rows(step) for step in range(20)]
@@ -157,10 +160,18 @@ class TextClasses(Classes):
         )
 
     def _batch(self, store: Store, rows: Rows, step: int | None) -> Batch:
-        tokens, lengths = pad([store["text"][int(row)] for row in rows], self.words.pad or 0)
-        real = torch.arange(tokens.shape[1]) < torch.from_numpy(lengths)[:, None]
-        labels = torch.from_numpy(store["label"].flat[rows].astype(np.int64))
+        texts = [store["text"][int(row)] for row in rows]
+        if step is not None and self.recipe.data.hide:
+            texts = [self._hide(text, step, int(row)) for text, row in zip(texts, rows, strict=True)]
+        tokens, real = pad(texts, self.words.pad or 0, self.rounding)
+        labels = torch.full((len(tokens),), IGNORED)
+        labels[: len(rows)] = torch.from_numpy(store["label"].flat[rows].astype(np.int64))
         return {"inputs": tokens, "mask": real, "labels": labels}
+
+    def _hide(self, text: np.ndarray, step: int, row: int) -> np.ndarray:
+        """The text with some tokens hidden, others each time: no single word is to decide alone."""
+        random = row_generator(self.recipe.train.seed, step, row)
+        return np.where(random.random(len(text)) < self.recipe.data.hide, self.hidden, text)
 
     def _show(self, row: int) -> str:
         return self.words.decode(self.valid["text"][row].tolist())
@@ -168,8 +179,6 @@ class TextClasses(Classes):
 
 class PictureClasses(Classes):
     """A label for a picture, with small shifts and mirror images if the recipe asks for them."""
-
-    has_one_shape = True
 
     def __init__(self, corpus: Corpus) -> None:
         super().__init__(corpus.recipe)

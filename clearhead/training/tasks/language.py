@@ -31,7 +31,6 @@ class WindowTask(Task):
     """What language modelling and masking share: texts packed into windows of equal length."""
 
     special = ("<pad>", "<s>", "</s>", "<unk>")
-    has_one_shape = True
 
     def __init__(self, corpus: Corpus) -> None:
         super().__init__(corpus.recipe)

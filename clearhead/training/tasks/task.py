@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -58,7 +58,7 @@ class Task(ABC):
 
     facts: Facts
     tokenizer: Tokenizer | None = None
-    has_one_shape = False  # whether all batches have the same shape
+    rounding: tuple[int, int] = (1, 1)  # batches are filled up to multiples of so many rows, and of such a length
     order: RowOrder | TokenOrder
     shape: tuple[int, int, int]  # rows, length and source length of a usual batch
 
@@ -140,14 +140,20 @@ def row_generator(seed: int, step: int, row: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=[seed, 0x9E3779B97F4A7C15], counter=[step + 1, row, 0, 0]))
 
 
-def pad(rows: list[NDArray[Any]], value: int, multiple: int = 1) -> tuple[Int[Tensor, "B T"], NDArray[np.int64]]:
-    """Rows of different lengths as one tensor, filled up on the right; and the lengths."""
-    lengths = np.array([len(row) for row in rows], dtype=np.int64)
-    width = -(-int(lengths.max()) // multiple) * multiple
-    out = np.full((len(rows), width), value, dtype=np.int64)
+def pad(
+    rows: list[NDArray[Any]], value: int, rounding: tuple[int, int] = (1, 1)
+) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
+    """Rows of different lengths as one tensor, filled up on the right; and which are real.
+
+    Rows that are added to make a round number have one real token, since no row may have none.
+    """
+    lengths = [len(row) for row in rows]
+    height, width = (-(-size // to) * to for size, to in zip((len(rows), max(lengths)), rounding, strict=True))
+    out = np.full((height, width), value, dtype=np.int64)
     for i, row in enumerate(rows):
         out[i, : len(row)] = row
-    return torch.from_numpy(out), lengths
+    real = torch.arange(width) < torch.tensor(lengths + [1] * (height - len(rows)))[:, None]
+    return torch.from_numpy(out), real
 
 
 def piece_name(tokenizer: Tokenizer, id: int) -> str:

@@ -112,11 +112,10 @@ class Translate(Task):
         return self._batch(self.valid, self.valid_rows[rows])
 
     def _batch(self, store: Store, rows: Rows) -> Batch:
-        source, source_lengths = pad([store["source"][int(row)] for row in rows], self.words.pad or 0)
-        targets, _ = pad([store["target"][int(row)] for row in rows], IGNORED)
+        source, real = pad([store["source"][int(row)] for row in rows], self.words.pad or 0, self.rounding)
+        targets, _ = pad([store["target"][int(row)] for row in rows], IGNORED, self.rounding)
         # The decoder reads what it has to write, one place later. What follows the end of a row is never looked at.
-        read = torch.cat([torch.full((len(rows), 1), self.start), targets[:, :-1].clamp(min=0)], 1)
-        real = torch.arange(source.shape[1]) < torch.from_numpy(source_lengths)[:, None]
+        read = torch.cat([torch.full((len(targets), 1), self.start), targets[:, :-1].clamp(min=0)], 1)
         return {"source": source, "mask": real, "target": read, "targets": targets}
 
     def losses(self, model: Model, batch: Batch) -> Losses:
