@@ -140,34 +140,38 @@ def test_wrong_usage_is_exit_2(arguments: list[str]) -> None:
     assert "Traceback" not in ran.stderr
 
 
-def assert_demo(text: str) -> None:
-    lines = rows(text)
-    for family in PAGES:  # nine families, each with its first size and its parameters
-        assert lines[family][1] == next(iter(PAGES[family].SIZES))
-        assert re.search(r"\d{1,3}(,\d{3})+", " ".join(lines[family]))
-    for title in ("gpt2: only the past", "mistral: a window of 4", "alibi: nearer is louder", "bert: both ways"):
-        assert title in text
-    assert sum(text.count(shade) for shade in SHADES) > 100
+QUICK = ("train.steps=3", "train.evaluate_every=3", "train.score_rows=0", "train.tensorboard=false")
 
 
-def test_demo_in_a_pipe_has_no_colours() -> None:
-    text = assert_fine(clearhead("demo"))
+def demo(name: str, out: Path, *settings: str) -> str:
+    """A demo of three steps: all that it says and shows, learnt or not."""
+    changes = [word for setting in (*QUICK, *settings) for word in ("--set", setting)]
+    return assert_fine(clearhead("demo", name, "--out", str(out), *changes))
+
+
+def test_demo_reads_dates(tmp_path: Path) -> None:
+    text = demo("dates", tmp_path / "run")
     assert "\x1b" not in text
-    assert_demo(text)
-    assert causal_picture(text)
+    assert "128,000 to learn from, 2,000 held out" in text
+    assert re.search(r"result, on held-out data: loss \d", text)
+    assert re.search(r"le 7 mars 1989 +-> ", text)
+    picture = text.split("Where it looked")[1]
+    assert sum(picture.count(shade) for shade in SHADES) > 10
+    assert str(tmp_path / "run" / "report.html") in text.replace("\n", "")
+    assert (tmp_path / "run" / "report.html").is_file()
 
 
-def causal_picture(text: str) -> bool:
-    """In the first picture the first word sees itself alone, as strongly as can be."""
-    first = next(line for line in text.splitlines() if line.lstrip().startswith("the ") and "█" in line)
-    cells = first.split("the ", 1)[1]
-    return cells.startswith("██") and not cells[2:22].strip(" ")
+def test_demo_reads_digits(tmp_path: Path) -> None:
+    text = demo("digits", tmp_path / "run")
+    assert "1,442 to learn from, 355 held out" in text
+    assert "10: 0, 1, 2, 3, 4, 5, 6, 7" in text
 
 
-def test_demo_in_colour() -> None:
-    text = in_process("demo", FORCE_COLOR="1", COLORTERM="truecolor", TERM="xterm-256color", COLUMNS="200")
-    assert "\x1b[38;2;" in text or "\x1b[1;38;2;" in text
-    assert_demo(re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text))
+def test_demo_writes_code(tmp_path: Path) -> None:
+    text = demo(
+        "code", tmp_path / "run", "model.n_layers=1", "model.d_model=24", "train.evaluate_rows=2", "data.vocab_size=300"
+    )
+    assert "def read(self, path):" in text
 
 
 def test_presets_without_colours() -> None:

@@ -62,7 +62,7 @@ def test_dir_lists_them() -> None:
 
 
 def test_a_name_that_is_not_there() -> None:
-    with pytest.raises(AttributeError, match=r"clearhead has no 'bulid'; it has .*build, load, .*preset"):
+    with pytest.raises(AttributeError, match=r"clearhead has no 'bulid'; it has .*build, cost, .*preset"):
         _ = ch.bulid
     assert not hasattr(ch, "utils")
 

@@ -65,7 +65,7 @@ def open_folder(path: Path, recipe: Recipe, *, resume: bool, device: torch.devic
     file = path / "recipe.toml"
     if path.exists() and not path.is_dir():
         raise InputError(f"{path} is a file; choose another folder with --out")
-    if file.exists() and not resume:
+    if file.exists() and not resume and has_begun(path):
         raise InputError(
             f"{path} already holds a run; go on with it: clearhead train --resume {path}, or choose another folder with --out"
         )
@@ -74,6 +74,9 @@ def open_folder(path: Path, recipe: Recipe, *, resume: bool, device: torch.devic
         raise InputError(f"{path} is not empty and holds no run; choose another folder with --out")
     try:
         path.mkdir(parents=True, exist_ok=True)
+        if not resume:  # a try that ended before its first step, as at a line that is no text, may have left these
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                (path / name).unlink(missing_ok=True)
         write_text(file, recipe.to_toml())
         (path / "checkpoints").mkdir(exist_ok=True)
         write_text(path / "environment.json", json.dumps(environment(device), indent=2) + "\n")
@@ -81,6 +84,11 @@ def open_folder(path: Path, recipe: Recipe, *, resume: bool, device: torch.devic
         raise CheckpointError(
             f"{path} can not be written to ({error.strerror or error}); choose another folder with --out"
         ) from None
+
+
+def has_begun(path: Path) -> bool:
+    """Whether there is anything in a run's folder that took time to make."""
+    return (path / "metrics.jsonl").exists() or (path / "config.json").exists() or any((path / "checkpoints").glob("*"))
 
 
 def check_resumable(old: Recipe, new: Recipe) -> None:

@@ -6,6 +6,7 @@ So a run that is killed and resumed computes exactly what an uninterrupted one w
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from clearhead.checkpoint import save
 from clearhead.errors import ConfigError
 from clearhead.training.checkpoints import Checkpoints, State
 from clearhead.training.evaluation import evaluate, is_better
-from clearhead.training.folder import check_resumable, check_space, open_folder, read_run, settle
+from clearhead.training.folder import check_resumable, check_space, open_folder, read_run, settle, write_text
 from clearhead.training.journal import Journal
 from clearhead.training.optimizers import Optimizers
 from clearhead.training.passes import ROUNDING, Passes, Update
@@ -109,7 +110,8 @@ def train(
                 show.step(row)
             better = False
             if is_due(state.step, t.evaluate_every, t):
-                row = {"step": state.step, "kind": "valid"} | evaluate(objective, task, processes, t, autocast)
+                with meter.paused():
+                    row = {"step": state.step, "kind": "valid"} | evaluate(objective, task, processes, t, autocast)
                 better = watch(state, float(row[t.best]), t)
                 journal.write(row)
                 show.evaluated(row)
@@ -117,7 +119,8 @@ def train(
             if better or stop or is_due(state.step, t.checkpoint_every, t):
                 check_finite(meter, state, t, out)
                 meter.stamp(state)
-                checkpoints.write(state, tensors)
+                with meter.paused():
+                    checkpoints.write(state, tensors)
             if stop:
                 batches.close()
                 journal.close()
@@ -133,6 +136,8 @@ def train(
             save(result, out)
             if task.tokenizer is not None:
                 task.tokenizer.save(out)
+            for name, told in task.beside.items():
+                write_text(out / name, json.dumps(told, indent=2) + "\n")
             journal.write(row)
             write_report(out, attention=task.pictures(result))
         journal.close()
@@ -169,9 +174,8 @@ def seed_all(seed: int, step: int, piece: int, rank: int) -> None:
 
 def set_up(t: Train) -> None:
     torch.set_float32_matmul_precision("high")  # on a GPU: products of float32 on the matrix units
-    if (
-        t.deterministic != torch.are_deterministic_algorithms_enabled()
-    ):  # asking costs nothing, setting loads the compiler
+    # Asking costs nothing; setting loads the compiler.
+    if t.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(t.deterministic)
 
 

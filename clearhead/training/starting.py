@@ -15,14 +15,22 @@ from clearhead.config import Config
 from clearhead.errors import ConfigError
 from clearhead.families import preset
 from clearhead.layers.linear import FusedLinear
-from clearhead.models import Model, build
+from clearhead.models import Encoder, Model, build
 from clearhead.training.processes import whole
 from clearhead.training.recipe import Recipe
 from clearhead.training.tasks.task import Facts
 
 
 def start(recipe: Recipe, facts: Facts) -> Model:
-    """The model of a recipe, its weights drawn from the seed or taken from a checkpoint."""
+    """The model of a recipe, ready to learn."""
+    model = _make(recipe, facts)
+    if isinstance(model, Encoder) and model.config.head == "tokens":
+        model.pool.requires_grad_(False)  # nothing is pooled, and processes would wait for its gradient
+    return model
+
+
+def _make(recipe: Recipe, facts: Facts) -> Model:
+    """The weights drawn from the seed, or taken from a checkpoint."""
     if "from" not in recipe.model:
         config = make_config(recipe, facts.fields)
         _refuse_small(facts.fields, config)
@@ -108,11 +116,13 @@ def _changed(facts: dict[str, Any], config: Config) -> dict[str, Any]:
 def add_lora(model: nn.Module, rank: int, alpha: float, seed: int) -> int:
     """Freeze every weight, and add to each product W x of the blocks a product B A x of a low rank (Hu et al. 2021).
 
-    A starts random and B at zero, so that the model starts as it was. Returns how many numbers learn now.
+    A starts random and B at zero, so that the model starts as it was. A head for classes, which may be new, still learns whole.
+    Returns how many numbers learn now.
     """
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
-    learnt = 0
+    if isinstance(model, Encoder) and model.config.head == "classes" and model.head is not None:
+        model.head.requires_grad_(True)
     for name, module in model.named_modules():
         if "blocks." in name and isinstance(module, nn.Linear | FusedLinear):
             d_out, d_in = module.weight.shape
@@ -121,8 +131,7 @@ def add_lora(model: nn.Module, rank: int, alpha: float, seed: int) -> int:
             module.register_parameter("lora_b", nn.Parameter(torch.zeros(d_out, rank).to(module.weight)))
             module.lora_scale = alpha / rank  # type: ignore[assignment]
             module.register_forward_hook(_add)
-            learnt += rank * (d_in + d_out)
-    return learnt
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def _add(module: Any, inputs: tuple[Tensor, ...], out: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:

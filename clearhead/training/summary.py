@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -106,9 +107,12 @@ class Meter:
         self._clear()
         return row
 
-    def pause(self) -> None:
-        """Time since the last row does not count: there was an evaluation or a checkpoint."""
-        self.began = time.perf_counter()
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Time in here is not training's: an evaluation, a checkpoint."""
+        start = time.perf_counter()
+        yield
+        self.began += time.perf_counter() - start
 
 
 def summarise(recipe: Recipe, task: Task, model: Model, meter: Meter, tensors: Mapping[str, Tensor]) -> dict[str, str]:

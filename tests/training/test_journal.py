@@ -124,6 +124,11 @@ def test_a_folder_is_opened_and_read_again(tmp_path: Path):
     assert told.keys() == environment(CPU).keys()
     assert (folder / "checkpoints").is_dir()
     open_folder(folder, RECIPE, resume=True, device=CPU)
+    # Nothing was learnt there yet: the same command, mended, may begin anew, and forgets what the last try trained.
+    (folder / "tokenizer.json").write_text("{}")
+    open_folder(folder, RECIPE, resume=False, device=CPU)
+    assert not (folder / "tokenizer.json").exists()
+    (folder / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(InputError, match=r"already holds a run; go on with it: clearhead train --resume .*--out"):
         open_folder(folder, RECIPE, resume=False, device=CPU)
 

@@ -215,7 +215,10 @@ def test_only_the_additions_learn(name: str):
     linear = [
         place for place, m in base.named_modules() if "blocks." in place and isinstance(m, nn.Linear | FusedLinear)
     ]
-    assert learning == {f"{place}.lora_{part}" for place in linear for part in "ab"}
+    head = {
+        place for place, _ in base.named_parameters() if place.startswith("head.") and base.config.head == "classes"
+    }
+    assert learning == {f"{place}.lora_{part}" for place in linear for part in "ab"} | head
     for place, p in model.named_parameters():
         assert (p.grad is not None) == (place in learning)
         if place.endswith("lora_b"):  # the other gets none while this one is zero

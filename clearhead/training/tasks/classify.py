@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clearhead.checkpoint.loading import describe
 from clearhead.config import Config, Generation
 from clearhead.data.corpora import find_pictures, read_labelled
 from clearhead.data.embedded import digits, held_out_fifth
@@ -19,6 +20,7 @@ from clearhead.data.order import RowOrder, TokenOrder, held_out, in_order, paddi
 from clearhead.data.preparing import prepare_labelled
 from clearhead.data.preparing_pictures import prepare_arrays, prepare_pictures
 from clearhead.data.store import Store
+from clearhead.errors import InputError
 from clearhead.families import preset
 from clearhead.models import Encoder, Model
 from clearhead.training.losses import IGNORED
@@ -29,7 +31,14 @@ from clearhead.training.tasks.task import Batch, Facts, Losses, Rows, Sample, Ta
 
 def are_pictures(recipe: Recipe) -> bool:
     """Whether the recipe's model reads pictures."""
-    return recipe.model.get("inputs") == "patches" or str(recipe.model.get("preset", "")).startswith(("vit", "deit"))
+    return recipe.model.get("inputs", known_config(recipe).inputs) == "patches"
+
+
+def known_config(recipe: Recipe) -> Any:
+    """The config a recipe starts from: a checkpoint's, a preset's, or the fields' defaults."""
+    if "from" in recipe.model:
+        return describe(Path(recipe.model["from"])).config
+    return preset(recipe.model["preset"]) if "preset" in recipe.model else Config
 
 
 class Classes(Task):
@@ -139,6 +148,10 @@ class TextClasses(Classes):
 
         self.store = prepare("texts", d.files, None)
         self._split(prepare("valid", d.valid, self.labels) if d.valid else None)
+        if not self.store["text"].lengths.all():
+            raise InputError(
+                "a text has no token at all, so there is nothing to read a label from; set data.empty=drop"
+            )
         known = (tokenizer.mask, tokenizer.unk, tokenizer.pad)
         self.hidden = next((id for id in known if id is not None), 0)  # what stands for a hidden token
         lengths = self.store["text"].lengths[self.chosen]
@@ -183,7 +196,7 @@ class PictureClasses(Classes):
     def __init__(self, corpus: Corpus) -> None:
         super().__init__(corpus.recipe)
         d, t, model = self.recipe.data, self.recipe.train, self.recipe.model
-        known = preset(model["preset"]) if "preset" in model else Config
+        known = known_config(self.recipe)
         size, patch, channels = (
             model.get(name, getattr(known, name)) for name in ("image_size", "patch_size", "n_channels")
         )
@@ -223,6 +236,12 @@ class PictureClasses(Classes):
 
             self.store = prepare("pictures", d.files[0], None)
             self._split(prepare("valid", d.valid[0], self.labels) if d.valid else None)
+        # What a picture goes through later must be what it went through here (see prepare_pictures).
+        middle = dict(height=size, width=size)
+        told = dict(
+            size=dict(shortest_edge=size), do_center_crop=True, crop_size=middle, image_mean=[0.5], image_std=[0.5]
+        )
+        self.beside = {"preprocessor_config.json": told}
         self.length = (size // patch) ** 2 + 1
         rows = max(1, t.batch_tokens // self.length)
         self.order = RowOrder(len(self.chosen), rows, t.seed)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -58,6 +60,7 @@ class Task(ABC):
 
     facts: Facts
     tokenizer: Tokenizer | None = None
+    beside: Mapping[str, Any] = MappingProxyType({})  # what else a finished model's folder holds: JSON files by name
     rounding: tuple[int, int] = (1, 1)  # batches are filled up to multiples of so many rows, and of such a length
     order: RowOrder | TokenOrder
     shape: tuple[int, int, int]  # rows, length and source length of a usual batch
