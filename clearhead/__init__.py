@@ -15,7 +15,7 @@ from clearhead.version import __version__
 
 if TYPE_CHECKING:
     from clearhead.checkpoint import load, save
-    from clearhead.config import Config
+    from clearhead.config import Config, Generation
     from clearhead.costs import cost
     from clearhead.data import load_tokenizer, train_tokenizer
     from clearhead.errors import (
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 # Each public name, and the room it lives in.
 _ROOMS = {
     "Config": "config",
+    "Generation": "config",
     "CheckpointError": "errors",
     "ClearheadError": "errors",
     "ConfigError": "errors",
@@ -66,6 +67,7 @@ __all__ = [
     "Decoder",
     "Encoder",
     "EncoderDecoder",
+    "Generation",
     "InputError",
     "MissingExtraError",
     "Recipe",

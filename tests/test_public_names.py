@@ -18,6 +18,7 @@ PUBLIC = [
     "Decoder",
     "Encoder",
     "EncoderDecoder",
+    "Generation",
     "InputError",
     "MissingExtraError",
     "Recipe",
