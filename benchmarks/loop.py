@@ -66,7 +66,9 @@ def ours(text: Path, steps: int, rows: int) -> list[float]:
         command = [sys.executable, "-m", "clearhead", "train", str(recipe), str(text), "--out", str(out)]
         subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [1000 * line["tokens"] / line["step"] / line["tokens_per_second"] for line in lines if line["kind"] == "train"]
+    return [
+        1000 * line["tokens"] / line["step"] / line["tokens_per_second"] for line in lines if line["kind"] == "train"
+    ]
 
 
 def main() -> None:
@@ -79,11 +81,16 @@ def main() -> None:
     given = parser.parse_args()
     ratios: list[float] = []
     for number in range(given.rounds):
-        runs = [lambda: nanogpt(given.nanogpt, given.steps, given.rows), lambda: ours(given.text, given.steps, given.rows)]
+        runs = [
+            lambda: nanogpt(given.nanogpt, given.steps, given.rows),
+            lambda: ours(given.text, given.steps, given.rows),
+        ]
         order = [0, 1] if number % 2 else [1, 0]
         found = {place: statistics.median(runs[place]()[2:]) for place in order}
         ratios.append(found[0] / found[1])
-        print(f"round {number + 1}: nanoGPT {found[0]:,.0f} ms a step, clearhead {found[1]:,.0f} ms, ratio {ratios[-1]:.3f}")
+        print(
+            f"round {number + 1}: nanoGPT {found[0]:,.0f} ms a step, clearhead {found[1]:,.0f} ms, ratio {ratios[-1]:.3f}"
+        )
     print(f"clearhead's loop is {statistics.median(ratios):.3f}x as fast as nanoGPT's (median of {len(ratios)})")
 
 

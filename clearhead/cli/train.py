@@ -80,7 +80,9 @@ def run(
         files = dict(files=what[1:], source=source, target=target)
         files |= dict(valid=valid, valid_source=valid_source, valid_target=valid_target)
         recipe = recipe.with_files(**{name: names or [] for name, names in files.items()})
-        recipe = with_start(recipe, start).with_set(settings)
+        recipe = with_start(recipe, start, gentle=not what[0].endswith(".toml"), lora=lora is not None).with_set(
+            settings
+        )
     if show_recipe:
         typer.echo(recipe.to_toml(), nl=False)
         return
@@ -94,16 +96,23 @@ def recipe_name(what: list[str]) -> str:
     return "pictures" if what[0] == "classify" and has_folders else what[0]
 
 
-def with_start(recipe: Recipe, start: str | None) -> Recipe:
-    """The recipe with a model to start from; its sizes are then the model's."""
+def with_start(recipe: Recipe, start: str | None, *, gentle: bool, lora: bool) -> Recipe:
+    """The recipe with a model to start from: its sizes and its dropout are then the model's.
+
+    `gentle`: with the small steps that keep what the model knows, in place of those that a new one learns with.
+    """
     from dataclasses import replace
 
     from clearhead.cli.inputs import find_model
 
     if start is None:
         return recipe
-    kept = {name: value for name, value in recipe.model.items() if name in ("dropout", "attention_dropout", "pool")}
-    return replace(recipe, model={"from": str(find_model(start).absolute()), **kept})
+    train = recipe.train
+    if gentle:
+        small = dict(optimizer="adamw", schedule="cosine", weight_decay=0.01, lr=1e-3 if lora else 1e-4)
+        train = replace(train, **small)  # type: ignore[arg-type]
+    kept = {name: value for name, value in recipe.model.items() if name == "pool"}
+    return replace(recipe, model={"from": str(find_model(start).absolute()), **kept}, train=train)
 
 
 def read_lora(text: str) -> list[str]:

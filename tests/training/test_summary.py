@@ -60,8 +60,8 @@ def test_a_row_of_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert (state.seconds, state.tokens) == (56, 1000 + 3 * 7 * 13)
     assert row["epoch"] == task.epoch(13)
     # an evaluation takes no part in the speed, but in the time
-    clock.now += 100
-    meter.pause()
+    with meter.paused():
+        clock.now += 100
     clock.now += 1
     meter.add((torch.tensor(1.0), torch.tensor(1.0), batches[0]))
     row = meter.row(state, {})
