@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from clearhead.cli import classify, demo, embed, presets, train, transcribe
+from clearhead.cli import classify, demo, embed, generate, presets, train, transcribe, translate
 from clearhead.errors import ClearheadError
 from clearhead.version import __version__
 
@@ -26,15 +26,18 @@ app = typer.Typer(
 app.command("presets")(presets.run)
 app.command("demo")(demo.run)
 app.command("train")(train.run)
+app.command("generate")(generate.run)
+app.command("translate")(translate.run)
 app.command("embed")(embed.run)
 app.command("classify")(classify.run)
 app.command("transcribe")(transcribe.run)
 
 
-def _show_version(wanted: bool) -> None:
+def _show_version(wanted: bool) -> bool:
     if wanted:
         typer.echo(f"clearhead {__version__}")
         raise typer.Exit
+    return wanted
 
 
 @app.callback()

@@ -2,7 +2,7 @@
 
 strategies.py  what is done to logits before a token is chosen, and the choice: pure functions, and `Strategy`, all of them
 batches.py     lists of ids checked, sorted by length and cut into padded batches; what a decoder hands back
-decoding.py    generate: a decoder goes on from prompts
+decoding.py    generate, stream: a decoder goes on from prompts
 beams.py       translate: beam search with an encoder-decoder
 
 May import: errors, config, layers, models, families, checkpoint, costs, inside, data.
@@ -10,7 +10,7 @@ May import: errors, config, layers, models, families, checkpoint, costs, inside,
 
 from clearhead.generation.batches import Hypothesis
 from clearhead.generation.beams import translate
-from clearhead.generation.decoding import generate
+from clearhead.generation.decoding import generate, stream
 from clearhead.generation.strategies import Strategy
 
-__all__ = ["Hypothesis", "Strategy", "generate", "translate"]
+__all__ = ["Hypothesis", "Strategy", "generate", "stream", "translate"]

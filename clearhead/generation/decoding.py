@@ -83,6 +83,27 @@ def generate(
     return found if return_scores else [one.tokens for one in found]
 
 
+def stream(
+    model: Decoder,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int = 64,
+    seed: int = 0,
+    eos: int | Sequence[int] | None = None,
+    **options: Any,
+) -> Iterator[int]:
+    """One prompt's new ids, each as soon as it is chosen; options as in `generate`, whose ids these are."""
+    check_shape(model, "decoder")
+    check_least(max_new_tokens, 1, "max_new_tokens")
+    shaper = Shaper(model, eos, options)
+    row = _start(model, check_rows([prompt], model.config.vocab_size, "prompt")[0], 0, max_new_tokens)
+    stops = [[end] for end in shaper.ends]
+    with evaluating(model):
+        for _, token, _ in decode(model, [(row, seed)], max_new_tokens, shaper, stops, scored=False):
+            if token not in shaper.ends:
+                yield token
+
+
 def decode(
     model: Decoder, rows: Sequence[tuple[list[int], int]], limit: int, shaper: Shaper, stops: Ids, *, scored: bool
 ) -> Iterator[tuple[int, int, float]]:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from tokenizers import normalizers
+
 from clearhead.data import Tokenizer, load_tokenizer, train_tokenizer
 from clearhead.data.findings import Policy
 from clearhead.data.store import Store
@@ -61,6 +63,9 @@ class Corpus:
                 add_bos=around,
                 add_eos=around,
             )
+        if d.lowercase:  # whoever uses the tokenizer later must not have to know
+            lower, own = normalizers.Lowercase(), found.core.normalizer
+            found.core.normalizer = lower if own is None else normalizers.Sequence([lower, own])
         found.save(self.out)
         return found
 
