@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from clearhead.cli import classify, demo, embed, generate, presets, train, transcribe, translate
+from clearhead.cli import classify, demo, embed, evaluate, generate, presets, train, transcribe, translate
 from clearhead.errors import ClearheadError
 from clearhead.version import __version__
 
@@ -28,6 +28,7 @@ app.command("demo")(demo.run)
 app.command("train")(train.run)
 app.command("generate")(generate.run)
 app.command("translate")(translate.run)
+app.command("evaluate")(evaluate.run)
 app.command("embed")(embed.run)
 app.command("classify")(classify.run)
 app.command("transcribe")(transcribe.run)

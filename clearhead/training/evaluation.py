@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
-from dataclasses import asdict
+import tempfile
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from clearhead.errors import ConfigError
 from clearhead.training.prefetch import share, split_held_out, to_device
-from clearhead.training.processes import Processes, reshard
-from clearhead.training.recipe import Train
-from clearhead.training.starting import export
+from clearhead.training.processes import Processes, join, reshard
+from clearhead.training.recipe import Recipe, Train
+from clearhead.training.show import Show
+from clearhead.training.starting import export, start
+from clearhead.training.tasks import make_task
 from clearhead.training.tasks.task import Objective, Task
 
 
@@ -52,6 +56,17 @@ def evaluate(
         measured = ", ".join(name for name, value in row.items() if isinstance(value, float))
         raise ConfigError(f"train.best={train.best!r} is not measured here; choose one of: {measured}")
     return row
+
+
+def measure(recipe: Recipe, show: Show) -> dict[str, Any]:
+    """What a finished model (the recipe's `model.from`) reaches on the recipe's data, all of it held out."""
+    d, files = recipe.data, ("files", "source", "target")
+    held = {("valid" if name == "files" else f"valid_{name}"): getattr(d, name) for name in files}
+    recipe = replace(recipe, data=replace(d, **held))
+    with join(recipe.train.device) as processes, tempfile.TemporaryDirectory() as place:
+        task = make_task(recipe, Path(place), processes, show)
+        objective = Objective(start(recipe, task.facts).to(processes.device), task)
+        return evaluate(objective, task, processes, recipe.train, nullcontext(), final=True)
 
 
 def is_better(value: float, best: float | None, metric: str) -> bool:

@@ -41,6 +41,11 @@ def known_config(recipe: Recipe) -> Any:
     return preset(recipe.model["preset"]) if "preset" in recipe.model else Config
 
 
+def given_labels(recipe: Recipe) -> list[str] | None:
+    """The labels and their order, where the recipe tells them; else the data does."""
+    return list(recipe.model["labels"]) if recipe.model.get("labels") else None
+
+
 class Classes(Task):
     """What texts and pictures share: the loss, the labels, the split."""
 
@@ -146,7 +151,7 @@ class TextClasses(Classes):
                 tokenizer.core.to_str(),
             )
 
-        self.store = prepare("texts", d.files, None)
+        self.store = prepare("texts", d.files, given_labels(self.recipe))
         self._split(prepare("valid", d.valid, self.labels) if d.valid else None)
         if not self.store["text"].lengths.all():
             raise InputError(
@@ -234,7 +239,7 @@ class PictureClasses(Classes):
                     channels,
                 )
 
-            self.store = prepare("pictures", d.files[0], None)
+            self.store = prepare("pictures", d.files[0], given_labels(self.recipe))
             self._split(prepare("valid", d.valid[0], self.labels) if d.valid else None)
         # What a picture goes through later must be what it went through here (see prepare_pictures).
         middle = dict(height=size, width=size)

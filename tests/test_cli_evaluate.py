@@ -1,0 +1,94 @@
+"""`clearhead evaluate` against the same figures computed by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sacrebleu
+import torch
+import torch.nn.functional as F
+from typer.testing import CliRunner
+
+import clearhead as ch
+from clearhead.cli import app
+from clearhead.errors import InputError
+
+TEXT = "the cat sat on the mat and one two three dogs ran\nfour five six\n"
+
+
+def make(folder: Path, preset: str, **fields: Any) -> tuple[Any, Any]:
+    tokenizer = ch.train_tokenizer(texts=[TEXT] * 3, kind="bpe", vocab_size=280, add_bos=False)
+    small = dict(n_layers=2, d_model=16, n_heads=2, d_head=8, d_ff=24, max_len=61, vocab_size=280, init_std=0.3)
+    model = ch.build(ch.preset(preset, **{**small, **fields}), seed=3).eval()
+    model.generation = ch.Generation(bos=tokenizer.bos, eos=(tokenizer.eos,), decoder_start=tokenizer.bos)
+    ch.save(model, folder)
+    tokenizer.save(folder)
+    return model, tokenizer
+
+
+def measure(*words: object) -> dict[str, float]:
+    found = CliRunner().invoke(app, ["evaluate", *map(str, words), "--json"], catch_exceptions=False)
+    assert found.exit_code == 0, found.output
+    return json.loads(found.output.splitlines()[-1])
+
+
+def test_perplexity_of_a_text(tmp_path: Path) -> None:
+    model, tokenizer = make(tmp_path / "m", "gpt2")
+    (tmp_path / "a.txt").write_text(TEXT)
+    ids = torch.tensor([[*tokenizer.encode(TEXT), tokenizer.eos]])
+    with torch.no_grad():
+        loss = F.cross_entropy(model(ids[:, :-1])[0], ids[0, 1:])
+    row = measure(tmp_path / "m", tmp_path / "a.txt", "--length", ids.shape[1] - 1)
+    # float32: only the order of summation differs
+    assert row["loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert row["perplexity"] == pytest.approx(float(loss.exp()), rel=1e-5)
+    bits = float(loss) / 0.6931471805599453 * ids.shape[1] / len(TEXT.encode())
+    assert row["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+
+
+def test_bleu_of_translations(tmp_path: Path) -> None:
+    model, tokenizer = make(tmp_path / "m", "transformer-base")
+    sources, targets = ["the cat sat", "one two three", "dogs ran"], ["the mat sat on", "one two", "the dogs"]
+    (tmp_path / "a").write_text("\n".join(sources) + "\n")
+    (tmp_path / "b").write_text("\n".join(targets) + "\n")
+    ids = [[*tokenizer.encode(text), tokenizer.eos] for text in sources]
+    room = 2 * max(map(len, ids)) + 20
+    outputs = [tokenizer.decode(out) for out in ch.translate(model, ids, beams=3, max_new_tokens=room)]
+    row = measure(tmp_path / "m", "--source", tmp_path / "a", "--target", tmp_path / "b", "--beams", 3)
+    assert row["bleu"] == pytest.approx(sacrebleu.corpus_bleu(outputs, [targets]).score)
+    assert row["chrf"] == pytest.approx(sacrebleu.corpus_chrf(outputs, [targets]).score)
+
+
+def test_accuracy_of_labels_in_the_models_own_order(tmp_path: Path) -> None:
+    fields = dict(head="classes", labels=("up", "down", "left"), n_classes=3, pooler=False, pool="mean")
+    model, tokenizer = make(tmp_path / "m", "bert-base", **fields)
+    rows = [
+        ("the cat sat", "left"),
+        ("one two", "down"),
+        ("dogs ran on the mat", "up"),
+        ("four", "left"),
+        ("six", "down"),
+    ]
+    (tmp_path / "a.csv").write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
+    with torch.no_grad():
+        guesses = [int(model(torch.tensor([tokenizer.encode(text)])).argmax()) for text, _ in rows]
+    right = sum(model.config.labels[guess] == label for guess, (_, label) in zip(guesses, rows, strict=True))
+    assert measure(tmp_path / "m", tmp_path / "a.csv")["accuracy"] == pytest.approx(right / len(rows))
+    (tmp_path / "b.csv").write_text("text,label\nthe cat,dwon\none,up\n")
+    with pytest.raises(InputError, match=r"label 'dwon', which is none of the 3 known; did you mean 'down'"):
+        measure(tmp_path / "m", tmp_path / "b.csv")
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    make(tmp_path / "t", "transformer-base")
+    with pytest.raises(InputError, match=r"translates; give --source and --target"):
+        measure(tmp_path / "t")
+    make(tmp_path / "g", "gpt2")
+    with pytest.raises(InputError, match=r"measured on files, and none was named"):
+        measure(tmp_path / "g")
+    make(tmp_path / "b", "bert-base", pooler=False)
+    with pytest.raises(InputError, match=r"ends in states, with nothing to measure"):
+        measure(tmp_path / "b", "x.txt")
