@@ -55,7 +55,7 @@ class Data:
     empty: Literal["error", "drop", "keep"] = "drop"  # empty lines and texts
     too_long: Literal["error", "drop", "cut"] = "error"  # texts of more than `length` tokens
     unequal: Literal["error", "cut"] = "error"  # a source and a target of different line counts
-    hide: float = 0.0  # texts to classify: the share of tokens hidden in training, each time others
+    leave_out: float = 0.0  # texts to classify: the share of tokens left out in training, each time others
     shift: int = 0  # pictures move by up to so many pixels, each time anew
     flip: bool = False  # pictures are mirrored half of the time
     cache: str = ""  # where tokenised data is kept; "" is `data` beside the run's folder
@@ -270,7 +270,7 @@ def _check_values(recipe: Recipe) -> None:
     shares = {
         "train.label_smoothing": train.label_smoothing,
         "data.valid_share": data.valid_share,
-        "data.hide": data.hide,
+        "data.leave_out": data.leave_out,
     }
     shares |= {"train.min_lr": train.min_lr, "train.decay": train.decay, "train.mask_share": train.mask_share}
     shares |= {"train.momentum": train.momentum, "train.betas[0]": train.betas[0], "train.betas[1]": train.betas[1]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,8 +148,3 @@ def spell(seconds: float) -> str:
     if seconds < 7200:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h"
-
-
-def as_numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a line of metrics."""
-    return {name: value for name, value in row.items() if isinstance(value, int | float) and name != "step"}

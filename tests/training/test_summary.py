@@ -13,7 +13,7 @@ from clearhead.training import summary
 from clearhead.training.checkpoints import State
 from clearhead.training.prefetch import make_step
 from clearhead.training.processes import Processes
-from clearhead.training.summary import Meter, as_numbers, spell, summarise
+from clearhead.training.summary import Meter, spell, summarise
 from training.made import ALONE, make, model_for, recipe_of, words, write
 
 PEAK = 1e9
@@ -144,7 +144,3 @@ def test_every_task_has_a_forecast(tmp_path: Path, task_name: str):
 )
 def test_times_as_people_say_them(seconds: float, said: str):
     assert spell(float(seconds)) == said
-
-
-def test_numbers_of_a_row():
-    assert as_numbers({"step": 3, "kind": "valid", "loss": 0.5, "samples": [], "n": 2}) == {"loss": 0.5, "n": 2}

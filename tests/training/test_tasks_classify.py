@@ -121,6 +121,38 @@ def test_samples(tmp_path: Path, samples: int):
         assert all(sample.output in LABELS and sample.wanted in LABELS for sample in written)
 
 
+def test_rows_that_fill_a_batch_up_change_nothing(tmp_path: Path):
+    task = text_task(tmp_path, label_smoothing=0.1)
+    model = model_for(task).train()
+    rows = task.rows(0)
+    plain = task.batch(rows, 0)
+    task.rounding = (13, 8)
+    filled = task.batch(rows, 0)
+    assert filled["inputs"].shape[0] % 13 == filled["inputs"].shape[1] % 8 == 0
+    assert filled["inputs"].shape != plain["inputs"].shape
+    assert_same(sums(task.losses(model, filled)), sums(task.losses(model, plain)))
+    assert int(task.count(filled)) == len(rows) == task.predictions(rows)
+    assert len(task.write(model.eval(), final=True)[1]) == task.recipe.train.samples
+
+
+def test_tokens_are_left_out_in_training_only(tmp_path: Path):
+    task = text_task(tmp_path, data=dict(leave_out=0.4))
+    rows = task.rows(0)
+    lengths = task.store["text"].lengths[task.chosen[rows]]
+    kept = task.batch(rows, 0)["mask"].sum(1).numpy()
+    assert (kept >= 1).all()
+    assert 0.4 < kept.sum() / lengths.sum() < 0.8
+    again, later = task.batch(rows, 0), task.batch(rows, 1)
+    assert torch.equal(again["mask"].sum(1), torch.from_numpy(kept))
+    assert not torch.equal(later["mask"].sum(1), torch.from_numpy(kept))
+    # What is left stands in the text's own order.
+    text, thin = task.store["text"][int(task.chosen[rows[0]])].tolist(), again["inputs"][0][: kept[0]].tolist()
+    left = iter(text)
+    assert all(token in left for token in thin)
+    held = task.held_out()[0]
+    assert task.held_out_batch(held)["mask"].sum() == task.valid["text"].lengths[task.valid_rows[held]].sum()
+
+
 def test_a_text_is_surrounded(tmp_path: Path):
     task = text_task(tmp_path)
     row = task.store["text"][0]

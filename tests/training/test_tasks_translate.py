@@ -47,6 +47,18 @@ def test_a_padded_batch_is_its_rows(task: Translate):
             assert_same(sums(task.losses(model, batch)), one_by_one(task, model, rows, step))
 
 
+def test_rows_that_fill_a_batch_up_change_nothing(task: Translate, monkeypatch: pytest.MonkeyPatch):
+    model = model_for(task).train()
+    rows = task.rows(0)
+    plain = task.batch(rows, 0)
+    monkeypatch.setattr(task, "rounding", (13, 24))
+    filled = task.batch(rows, 0)
+    assert all(tensor.shape[0] % 13 == tensor.shape[1] % 24 == 0 for tensor in filled.values())
+    assert filled["source"].shape != plain["source"].shape
+    assert_same(sums(task.losses(model, filled)), sums(task.losses(model, plain)))
+    assert int(task.count(filled)) == task.predictions(rows)
+
+
 def test_held_out_rows_one_by_one(task: Translate):
     model = model_for(task)
     total = torch.stack([sums(task.losses(model, task.held_out_batch(rows))) for rows in task.held_out()]).sum(0)

@@ -157,8 +157,6 @@ class TextClasses(Classes):
             raise InputError(
                 "a text has no token at all, so there is nothing to read a label from; set data.empty=drop"
             )
-        known = (tokenizer.mask, tokenizer.unk, tokenizer.pad)
-        self.hidden = next((id for id in known if id is not None), 0)  # what stands for a hidden token
         lengths = self.store["text"].lengths[self.chosen]
         self.order = TokenOrder([lengths], t.batch_tokens, t.seed)
         first = [self.order.rows(step) for step in range(20)]
@@ -179,17 +177,17 @@ class TextClasses(Classes):
 
     def _batch(self, store: Store, rows: Rows, step: int | None) -> Batch:
         texts = [store["text"][int(row)] for row in rows]
-        if step is not None and self.recipe.data.hide:
-            texts = [self._hide(text, step, int(row)) for text, row in zip(texts, rows, strict=True)]
+        if step is not None and self.recipe.data.leave_out:
+            texts = [self._thin(text, step, int(row)) for text, row in zip(texts, rows, strict=True)]
         tokens, real = pad(texts, self.words.pad or 0, self.rounding)
         labels = torch.full((len(tokens),), IGNORED)
         labels[: len(rows)] = torch.from_numpy(store["label"].flat[rows].astype(np.int64))
         return {"inputs": tokens, "mask": real, "labels": labels}
 
-    def _hide(self, text: np.ndarray, step: int, row: int) -> np.ndarray:
-        """The text with some tokens hidden, others each time: no single word is to decide alone."""
-        random = row_generator(self.recipe.train.seed, step, row)
-        return np.where(random.random(len(text)) < self.recipe.data.hide, self.hidden, text)
+    def _thin(self, text: np.ndarray, step: int, row: int) -> np.ndarray:
+        """The text without some of its tokens, others each time: no single word is to decide alone (Iyyer et al. 2015)."""
+        lots = row_generator(self.recipe.train.seed, step, row).random(len(text))
+        return text[(lots >= self.recipe.data.leave_out) | (lots == lots.max())]
 
     def _show(self, row: int) -> str:
         return self.words.decode(self.valid["text"][row].tolist())
