@@ -9,7 +9,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -29,8 +29,13 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errn
 def settle(out: str | Path | None, task: str, processes: Processes) -> Generator[Path]:
     """The run's folder, the same for all processes. What goes wrong with its disk while this is open is said in one line."""
     folder = processes.agree(next_folder(task) if out is None else Path(out))
+    is_new = not folder.exists()
     try:
         yield folder
+    except (ConfigError, InputError):
+        if is_new and processes.is_first and not has_begun(folder):
+            discard(folder)
+        raise
     except OSError as error:
         if error.errno not in DISK:
             raise
@@ -38,6 +43,15 @@ def settle(out: str | Path | None, task: str, processes: Processes) -> Generator
             f"{error.filename or folder} could not be written ({error.strerror}); checkpoints written before are whole; make room "
             f"or mend the folder, then resume with: clearhead train --resume {folder}"
         ) from None
+
+
+def discard(folder: Path) -> None:
+    """Remove what a run left that a mistake ended before its first step; nothing of a user's."""
+    for name in ("recipe.toml", "environment.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink(missing_ok=True)
+    for empty in (folder / "checkpoints", folder):
+        with suppress(OSError):  # it holds something else: then it stays
+            empty.rmdir()
 
 
 def read_run(path: str | Path) -> Recipe:

@@ -18,6 +18,7 @@ class Journal:
         if self.file is None or folder is None:
             return
         self._forget_after(step)
+        self.file.touch()  # from here on there is a run to resume
         if tensorboard and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 

@@ -31,7 +31,7 @@ from clearhead.training.recipe import Recipe, Train, find_recipe
 from clearhead.training.report import write_report
 from clearhead.training.schedules import highest, rate
 from clearhead.training.show import Interrupts, Show
-from clearhead.training.starting import add_lora, export, start
+from clearhead.training.starting import add_lora, check_model, export, start
 from clearhead.training.summary import Meter, summarise
 from clearhead.training.tasks import make_task
 from clearhead.training.tasks.task import Objective
@@ -65,6 +65,7 @@ def train(
         set_up(t)
         if resume:
             check_resumable(read_run(out), recipe)
+        check_model(recipe)
         if processes.is_first:
             open_folder(out, recipe, resume=resume, device=processes.device)
         processes.wait()

@@ -18,6 +18,7 @@ from clearhead.layers.linear import FusedLinear
 from clearhead.models import Encoder, Model, build
 from clearhead.training.processes import whole
 from clearhead.training.recipe import Recipe
+from clearhead.training.tasks.classify import are_pictures
 from clearhead.training.tasks.task import Facts
 
 
@@ -27,6 +28,23 @@ def start(recipe: Recipe, facts: Facts) -> Model:
     if isinstance(model, Encoder) and model.config.head == "tokens":
         model.pool.requires_grad_(False)  # nothing is pooled, and processes would wait for its gradient
     return model
+
+
+def check_model(recipe: Recipe) -> None:
+    """Refuse a model that could never be built before any data is read; the data may still refuse it."""
+    if "from" in recipe.model:
+        return
+    shape = {"language": "decoder", "translate": "encoder-decoder"}.get(recipe.task, "encoder")
+    guessed: dict[str, Any] = dict(shape=shape, vocab_size=recipe.data.vocab_size)
+    if recipe.task == "mask":
+        guessed["head"] = "tokens"
+    elif recipe.task == "classify":
+        guessed |= dict(
+            head="classes", n_classes=len(recipe.model.get("labels", ())) or recipe.model.get("n_classes", 2)
+        )
+    if not are_pictures(recipe):
+        guessed["max_len"] = recipe.data.length
+    make_config(recipe, guessed)
 
 
 def _make(recipe: Recipe, facts: Facts) -> Model:

@@ -328,3 +328,19 @@ def test_stopped_by_a_signal(number: signal.Signals, tmp_path: Path) -> None:
     ran = command("train", "--resume", "x", "--set", f"train.steps={step + 2}", cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert f"going on from step {step:,}\n" in ran.stdout
+
+
+def test_a_mistake_before_the_first_step_leaves_nothing(clearhead: Clearhead, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    ran = clearhead("train", "language", "empty.txt", "--out", "x")
+    assert ran.code == 1
+    assert "there is no text in " in ran.err
+    assert "empty.txt; give files" in ran.err
+    write_text(tmp_path)
+    ran = clearhead("train", "language", "a.txt", "--out", "x", "--set", "model.norm=rsm")
+    assert "norm='rsm' is not known; did you mean 'rms'?" in ran.err
+    assert "tokenizer" not in ran.out  # said before any data was read
+    assert not (tmp_path / "x").exists()
+    (tmp_path / "x").mkdir()  # a folder of the user's own stays
+    assert clearhead("train", "language", "empty.txt", "--out", "x").code == 1
+    assert (tmp_path / "x").is_dir()

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 
 from tokenizers import normalizers
@@ -13,7 +14,7 @@ from tokenizers import normalizers
 from clearhead.data import Tokenizer, load_tokenizer, train_tokenizer
 from clearhead.data.findings import Policy
 from clearhead.data.store import Store
-from clearhead.errors import ConfigError
+from clearhead.errors import ConfigError, InputError
 from clearhead.training.embedded import unpack
 from clearhead.training.recipe import Recipe
 from clearhead.training.show import Show
@@ -54,6 +55,11 @@ class Corpus:
         else:
             self.show.note(f"training a {d.tokenizer} tokenizer")
             read = (text.lower() for text in texts()) if d.lowercase else texts()
+            first = next((text for text in read if text.strip()), None)
+            if first is None:
+                named = ", ".join((*d.files, *d.source, *d.target))
+                raise InputError(f"there is no text in {named:.200}; give files with something to learn from")
+            read = chain([first], read)
             found = train_tokenizer(
                 kind=d.tokenizer,  # type: ignore[arg-type]
                 texts=read,
