@@ -1,6 +1,6 @@
 """BLEU of a run's translator on a test set, counted in two ways.
 
-    python benchmarks/multi30k.py runs/x test.en.gz test.de.gz [--beams 5]
+    python benchmarks/multi30k.py runs/x test.en.gz test.de.gz [--beams 5] [--length-penalty 1.4]
 
 "tokenised, lower-cased": both sides through Moses' tokenizer (sacremoses) and lower case, then BLEU over those tokens, as
 fairseq's example counts it. "sacreBLEU": the text as it is; its signature says how.

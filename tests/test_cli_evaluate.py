@@ -29,7 +29,7 @@ def make(folder: Path, preset: str, **fields: Any) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def measure(*words: object) -> dict[str, float]:
+def measure(*words: object) -> dict[str, Any]:
     found = CliRunner().invoke(app, ["evaluate", *map(str, words), "--json"], catch_exceptions=False)
     assert found.exit_code == 0, found.output
     return json.loads(found.output.splitlines()[-1])
@@ -47,6 +47,27 @@ def test_perplexity_of_a_text(tmp_path: Path) -> None:
     assert row["perplexity"] == pytest.approx(float(loss.exp()), rel=1e-5)
     bits = float(loss) / 0.6931471805599453 * ids.shape[1] / len(TEXT.encode())
     assert row["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_what_fewer_bits_lose(tmp_path: Path, kind: str) -> None:
+    quantized = pytest.importorskip("clearhead.layers.quantized")
+    model, tokenizer = make(tmp_path / "m", "gpt2", d_ff=32, d_model=32, d_head=16)
+    (tmp_path / "a.txt").write_text(TEXT)
+    ids = torch.tensor([[*tokenizer.encode(TEXT), tokenizer.eos]])
+    words = (tmp_path / "m", tmp_path / "a.txt", "--length", ids.shape[1] - 1, "--quantize", kind)
+    row = measure(*words)
+    found: list[float] = []
+    for change in (lambda model: model, lambda model: quantized.quantize(model, kind)):
+        with torch.no_grad():
+            found.append(float(F.cross_entropy(change(model)(ids[:, :-1])[0], ids[0, 1:]).exp()))
+    assert row["perplexity"] == pytest.approx(found[0], rel=1e-5)
+    # Eight bits may also be multiplied as eight bits, where rows are few.
+    assert row[kind]["perplexity"] == pytest.approx(found[1], rel=1e-3)
+    said = CliRunner().invoke(app, ["evaluate", *map(str, words)], catch_exceptions=False).output.splitlines()[-3:]
+    assert said[0].startswith(f"as it is  loss {row['loss']:.4f}")
+    assert said[1].startswith(f"{kind}      loss {row[kind]['loss']:.4f}")
+    assert f"perplexity {row[kind]['perplexity'] / row['perplexity'] - 1:+.2%}" in said[2]
 
 
 def test_bleu_of_translations(tmp_path: Path) -> None:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import io
+import json
+import math
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import clearhead as ch
-from clearhead.cli import app
-from clearhead.cli.generate import hold_back
+from clearhead.cli import app, main
 from clearhead.errors import InputError
+from clearhead.generation import Engine
 
 TEXTS = ["the cat sat on the mat", "one two three four", "a dog ran"] * 3
 
 
 def make(folder: Path, preset: str) -> tuple[ch.Decoder | ch.EncoderDecoder, object]:
     tokenizer = ch.train_tokenizer(texts=TEXTS, kind="bpe", vocab_size=300, add_bos=False)
-    small = dict(n_layers=2, d_model=16, n_heads=2, d_head=8, d_ff=24, max_len=61, vocab_size=300)
+    small = dict(n_layers=2, d_model=16, n_heads=2, d_head=8, d_ff=24, max_len=61, vocab_size=tokenizer.vocab_size)
     model = ch.build(ch.preset(preset, **small), seed=3).eval()
     eos = (tokenizer.eos,)
     model.generation = ch.Generation(bos=tokenizer.bos, eos=eos, pad=tokenizer.pad, decoder_start=tokenizer.bos)
@@ -52,20 +57,13 @@ def test_a_stop_ends_the_text_before_it(tmp_path: Path) -> None:
     assert text == f"a dog{whole[: whole.index(stop)]}\n"
 
 
-@pytest.mark.parametrize("stops", [["cd"], ["cde", "d"], ["z"], []])
-@pytest.mark.parametrize("pieces", [["abcdef"], list("abcdef"), ["ab", "c", "", "def"]])
-def test_what_is_held_back(pieces: list[str], stops: list[str]) -> None:
-    wanted = {"cd": "ab", "cde": "abc", "z": "abcdef"}  # of "cde" and "d", "d" is complete first
-    assert "".join(hold_back(iter(pieces), stops)) == wanted[[*stops, "z"][0]]
-
-
 def test_a_prompt_that_is_too_long(tmp_path: Path) -> None:
     model, tokenizer = make(tmp_path, "gpt2")
     long = "the cat " * 40
-    with pytest.raises(InputError, match=r"too long: \d+ tokens \+ max_new_tokens=11 > max_len=61"):
+    with pytest.raises(InputError, match=r"has \d+ tokens, but .*max_len=61 leaves room for 50; .*truncate left"):
         run("generate", str(tmp_path), long, "-n", "11")
     wanted = ch.generate(model, [tokenizer.encode(long)[-50:]], max_new_tokens=11)[0]
-    text = run("generate", str(tmp_path), long, "-n", "11", "--temperature", "0", "--truncate")
+    text = run("generate", str(tmp_path), long, "-n", "11", "--temperature", "0", "--truncate", "left")
     assert text == f"{long}{tokenizer.decode(wanted)}\n"
 
 
@@ -73,7 +71,17 @@ def test_a_prompt_that_is_too_long(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["x", "--top-p", "7"], "top_p must be above 0 and at most 1; got 7"),
-        (["x", "--stop", ""], "--stop is empty"),
+        (["x", "--stop", ""], "a stop is empty"),
+        (["x", "-n", "70"], "max_new_tokens=70 leaves no room for a prompt"),
+        (["-"], "standard input holds no text"),
+        (["x", "--regex", "("], "does not compile"),
+        (["x", "--regex", "a", "--choice", "b"], "got regex and choices"),
+        (["x", "--json-schema", "gone.json"], "neither a JSON object nor a file"),
+        (
+            ["x", "--json-schema", '{"type": "integer", "minimum": 5, "maximum": 3}'],
+            "cannot be followed|matches no text",
+        ),
+        (["x", "--min-new-tokens", "-1"], "min_new_tokens must be 0 or more"),
         (["x", "--chat"], "--chat asks for your lines one by one"),
     ],
 )
@@ -81,6 +89,102 @@ def test_mistakes(tmp_path: Path, words: list[str], said: str) -> None:
     make(tmp_path, "gpt2")
     with pytest.raises(InputError, match=said):
         run("generate", str(tmp_path), *words)
+
+
+def test_no_prompt_and_no_bos(tmp_path: Path) -> None:
+    model, tokenizer = make(tmp_path, "gpt2")
+    written = tokenizer.decode(ch.generate(model, [[]], max_new_tokens=5)[0])
+    assert run("generate", str(tmp_path), "", "-n", "5", "--temperature", "0") == f"{written}\n"
+    model.generation = ch.Generation(eos=model.generation.eos)
+    ch.save(model, tmp_path)
+    with pytest.raises(InputError, match="prompt is empty, and the model has no bos"):
+        run("generate", str(tmp_path), "", "-n", "5")
+
+
+def test_every_option_reaches_the_strategy(tmp_path: Path) -> None:
+    model, tokenizer = make(tmp_path, "gpt2")
+    options = dict(temperature=1.3, top_k=40, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.5)
+    options |= dict(frequency_penalty=0.7, no_repeat_ngram=2, min_new_tokens=3, top_p=0.9, seed=4)
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    wanted = tokenizer.decode(ch.generate(model, [tokenizer.encode("the")], max_new_tokens=21, **options)[0])
+    assert run("generate", str(tmp_path), "the", "-n", "21", *words) == f"the{wanted}\n"
+
+
+def test_a_line_from_a_pipe_ends_without_its_break(tmp_path: Path) -> None:
+    make(tmp_path, "gpt2")
+    words = ("generate", str(tmp_path), "-", "-n", "5", "--temperature", "0")
+    assert run(*words, stdin="the cat\n") == run(*words, stdin="the cat")
+
+
+def test_output_that_must_match(tmp_path: Path) -> None:
+    make(tmp_path / "m", "gpt2")
+    model = str(tmp_path / "m")
+    assert re.fullmatch(r"the [a-c]{3}\n", run("generate", model, "the ", "--regex", "[a-c]{3}", "-n", "20"))
+    assert run("generate", model, "the ", "--choice", "cat", "--choice", "dog", "-n", "20") in (
+        "the cat\n",
+        "the dog\n",
+    )
+    schema = '{"enum": [true, "cat", 12.5]}'
+    (tmp_path / "s.json").write_text(schema)
+    for given in (schema, str(tmp_path / "s.json")):
+        text = run("generate", model, "the ", "--json-schema", given, "-n", "20")
+        assert json.loads(text.removeprefix("the ")) in (True, "cat", 12.5)
+    found = CliRunner().invoke(app, ["generate", model, "the ", "--regex", "[a-c]{30}", "-n", "4"])
+    assert "cut after 4 tokens, before the text was complete" in found.stderr
+
+
+def test_scores_and_alternatives(tmp_path: Path) -> None:
+    model, tokenizer = make(tmp_path, "gpt2")
+    words = ("generate", str(tmp_path), "the cat", "-n", "4", "--temperature", "0", "--alternatives", "3")
+    title, *rows, total = run(*words).splitlines()
+    assert title.split() == ["token", "probability", "log", "instead"]
+    ids = tokenizer.encode("the cat")
+    score = 0.0
+    for row in rows:
+        with torch.no_grad():
+            likely = model(torch.tensor([ids]))[0, -1].log_softmax(-1).sort(descending=True)
+        id, value = int(likely.indices[0]), float(likely.values[0])
+        assert f"{math.exp(value):.2%}" in row
+        assert f"{value:.4f}" in row
+        for other in (1, 2):
+            assert f"{math.exp(float(likely.values[other])):.1%}" in row
+        score += value
+        ids.append(id)
+    assert len(rows) == 4
+    assert total.startswith(f"4 tokens: log-probability {score:.4f}, perplexity {math.exp(-score / 4):.4f}")
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_weights_of_fewer_bits(tmp_path: Path, kind: str) -> None:
+    quantized = pytest.importorskip("clearhead.layers.quantized")
+    model, tokenizer = make(tmp_path, "gpt2")
+    wanted = ch.generate(quantized.quantize(model, kind), [tokenizer.encode("the")], max_new_tokens=9)[0]
+    text = run("generate", str(tmp_path), "the", "-n", "9", "--temperature", "0", "--quantize", kind)
+    assert text == f"the{tokenizer.decode(wanted)}\n"
+
+
+def test_ctrl_c_ends_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path, "gpt2")
+    step, calls = Engine.step, 0
+
+    def interrupted(self: Engine) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    monkeypatch.setattr("sys.argv", ["clearhead", "generate", str(tmp_path), "the cat", "-n", "9"])
+    with pytest.raises(SystemExit) as found:
+        main()
+    said = capsys.readouterr()
+    assert found.value.code == 130
+    assert said.out.startswith("the cat")
+    assert said.out.endswith("\n")
+    assert "Traceback" not in said.err
 
 
 def test_chat_answers_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +215,60 @@ def test_a_source_that_is_too_long(tmp_path: Path) -> None:
     long = "short\n" + "the cat " * 80 + "\n"
     with pytest.raises(InputError, match=r"line 2 has \d+ tokens, but the model reads at most 61"):
         run("translate", str(tmp_path), stdin=long)
-    assert run("translate", str(tmp_path), "--truncate", "--max-new-tokens", "3", stdin=long).count("\n") == 2
+    assert run("translate", str(tmp_path), "--truncate", "right", "--max-new-tokens", "3", stdin=long).count("\n") == 2
+
+
+def test_n_best_with_scores(tmp_path: Path) -> None:
+    model, tokenizer = make(tmp_path, "transformer-base")
+    ids = [[*tokenizer.encode(text), tokenizer.eos] for text in ("the cat", "one two")]
+    options: dict[str, Any] = dict(beams=3, n_best=2, max_new_tokens=9, length_penalty=0.5)
+    found = ch.translate(model, ids, return_scores=True, **options)
+    words = ("--beams", "3", "--n-best", "2", "--max-new-tokens", "9", "--length-penalty", "0.5")
+    rows = [
+        line.split("\t") for line in run("translate", str(tmp_path), *words, stdin="the cat\n\none two\n").splitlines()
+    ]
+    wanted = [
+        [str(n), f"{h.score:.4f}", tokenizer.decode(h.tokens)] for n, hs in zip((1, 3), found, strict=True) for h in hs
+    ]
+    assert rows == [*wanted[:2], ["2", "", ""], *wanted[2:]]
+
+
+def test_a_trace_is_written_and_drawn(tmp_path: Path) -> None:
+    make(tmp_path / "m", "transformer-base")
+    words = ["translate", str(tmp_path / "m"), "--beams", "3", "--max-new-tokens", "5"]
+    plain = run(*words, stdin="the cat\n\none two\n")
+    found = CliRunner().invoke(app, [*words, "--trace", str(tmp_path / "t.json")], input="the cat\n\none two\n")
+    assert found.stdout == plain
+    assert "How line 1 was found" in found.stderr
+    assert "2 searches in" in found.stderr
+    told = json.loads((tmp_path / "t.json").read_text())["searches"]
+    assert [each["line"] for each in told] == [1, 3]
+    assert [each["source"]["text"] for each in told] == ["the cat", "one two"]
+    assert [each["finished"][0]["text"] for each in told] == [line for line in plain.splitlines() if line]
+
+
+def test_many_lines_come_in_order(tmp_path: Path) -> None:
+    model, tokenizer = make(tmp_path, "transformer-base")
+    lines = ["the cat " * (1 + at % 7) + f"{at}" for at in range(300)]
+    ids = [[*tokenizer.encode(line), tokenizer.eos] for line in lines]
+    wanted = [tokenizer.decode(out) for out in ch.translate(model, ids, beams=2, max_new_tokens=3)]
+    text = run("translate", str(tmp_path), "--beams", "2", "--max-new-tokens", "3", stdin="\n".join(lines))
+    assert text.splitlines() == wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--trace", "t.json", "--beams", "1"], "--trace is of a search"),
+        (["--trace", "gone/t.json"], "in a folder that is not there"),
+        (["--n-best", "5"], "got --n-best 5, --beams 4"),
+        (["--max-new-tokens", "99"], "--max-new-tokens 99 is more than the model's max_len=61"),
+    ],
+)
+def test_mistakes_of_translate(tmp_path: Path, words: list[str], said: str) -> None:
+    make(tmp_path, "transformer-base")
+    with pytest.raises(InputError, match=said):
+        run("translate", str(tmp_path), *words, stdin="the\n")
 
 
 @pytest.mark.parametrize(("command", "preset"), [("generate", "transformer-base"), ("translate", "gpt2")])

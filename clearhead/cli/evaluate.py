@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clearhead.cli.inputs import Device, ModelName, find_device, find_model
+from clearhead.cli.inputs import Device, ModelName, Quantize, find_device, find_model
 from clearhead.errors import InputError
 
 if TYPE_CHECKING:
+    from clearhead.cli.display import Display
     from clearhead.config import Config
+    from clearhead.training.recipe import Recipe
 
 TASKS = {"decoder": "language", "encoder-decoder": "translate"}
 
@@ -33,12 +35,13 @@ def run(
             "--set", "-s", metavar="PART.FIELD=VALUE", help="Any field of a recipe, e.g. data.documents=line."
         ),
     ] = None,
+    quantize: Quantize = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     device: Device = "auto",
 ) -> None:
     """Measure a model: perplexity and bits per byte of texts, BLEU and chrF of translations, accuracy of labels."""
     from clearhead.checkpoint.loading import describe
-    from clearhead.cli.display import Display, spell_metrics
+    from clearhead.cli.display import NAMES, PERCENT, Display, spell_metrics
     from clearhead.training.evaluation import measure
     from clearhead.training.recipe import Recipe
 
@@ -70,10 +73,27 @@ def run(
     recipe = recipe.with_files(files=files or [], source=source or [], target=target or []).with_set(set_ or [])
     with Display() as display:
         row = measure(recipe, display)
+        rounded = measure_rounded(recipe, display, quantize) if quantize else None
+    figures = {name: value for name, value in row.items() if isinstance(value, float)}
     if as_json:
-        typer.echo(json.dumps({name: value for name, value in row.items() if isinstance(value, float)}))
-    else:
+        typer.echo(json.dumps(figures if rounded is None else {**figures, quantize: rounded}))
+    elif rounded is None:
         typer.echo(spell_metrics(row))
+    else:
+        typer.echo(f"as it is  {spell_metrics(figures)}\n{quantize:<9} {spell_metrics(rounded)}")
+        # Of what is a share already, a share would mislead.
+        plain = {name: value for name, value in figures.items() if name not in PERCENT and value}
+        changes = (f"{NAMES.get(name, name)} {rounded[name] / value - 1:+.2%}" for name, value in plain.items())
+        typer.echo(f"change    {', '.join(changes)}")
+
+
+def measure_rounded(recipe: Recipe, display: Display, kind: str) -> dict[str, float]:
+    """The same with weights of fewer bits."""
+    from clearhead.layers.quantized import quantize
+    from clearhead.training.evaluation import measure
+
+    row = measure(recipe, display, lambda model: quantize(model, kind))
+    return {name: value for name, value in row.items() if isinstance(value, float)}
 
 
 def find_task(config: Config) -> str:

@@ -1,15 +1,18 @@
-"""What the commands share: where a model is, which lines a file has, a bar of progress on stderr."""
+"""What the commands share: where a model is and how it is held, what a file or standard input says, a bar on stderr."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
 from clearhead.errors import InputError
+
+if TYPE_CHECKING:
+    from clearhead.models import Decoder, Encoder, EncoderDecoder
 
 T = TypeVar("T")
 
@@ -17,6 +20,11 @@ ModelName = Annotated[
     str, typer.Argument(metavar="MODEL", help="A model's folder or file, or its name on the hub (owner/name).")
 ]
 Device = Annotated[str, typer.Option(help="Where to compute: cpu, cuda ... auto takes a GPU if there is one.")]
+
+Quantize = Annotated[
+    Literal["int8", "int4"] | None,
+    typer.Option(help="Hold the weights in 8 or 4 bits: faster and smaller, a little less exact."),
+]
 
 
 def find_model(name: str) -> Path:
@@ -37,6 +45,33 @@ def find_device(name: str) -> str:
         reason = str(error).split("\n")[0]
         raise InputError(f"--device {name!r} can not be used here ({reason}); try cpu, or leave it out") from None
     return name
+
+
+def load_model(place: Path, device: str, quantize: str | None = None) -> Decoder | EncoderDecoder | Encoder:
+    """The model in a folder or file, ready to run."""
+    from clearhead.checkpoint import load
+
+    if quantize is None:
+        return load(place, device=device)
+    from clearhead.layers.quantized import quantize as hold_in_fewer_bits
+
+    # Where it is read to: a device may have no room for what it holds before.
+    return hold_in_fewer_bits(load(place), quantize).to(device)
+
+
+def read_text(given: str) -> str:
+    """A text given on the command line, or with "-" standard input's, without the line break that ends it."""
+    if given != "-":
+        return given
+    if sys.stdin.isatty():
+        typer.echo("clearhead: write your prompt; Ctrl-D on a line of its own ends it", err=True)
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input is no text in UTF-8 ({error}); convert it first") from None
+    if not text.strip():
+        raise InputError("standard input holds no text; pipe a prompt in, or give one after the model")
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def read_lines(name: str) -> list[str]:

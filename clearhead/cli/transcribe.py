@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from clearhead.data import Tokenizer
+    from clearhead.generation import Request
     from clearhead.models import EncoderDecoder
 
+AT_ONCE = 8  # windows
 N_TIMES = 1501  # the vocabulary's last tokens: a time every 20 ms of 30 s
 ENGLISH_ONLY = 51_864  # the vocabulary's size in models without languages and tasks
 
@@ -36,6 +38,7 @@ def run(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Where the tokenizer is. Without it: beside the model, e.g. gpt2.tiktoken.")
     ] = None,
+    beams: Annotated[int, typer.Option(min=1, help="Texts kept at each step; 1 is greedy.")] = 1,
     device: Device = "auto",
 ) -> None:
     """Write down what is said in a sound file, 30 seconds after 30 seconds, without times."""
@@ -43,6 +46,9 @@ def run(
 
     from clearhead.checkpoint import load
     from clearhead.data.audio import HOP, RATE, load_audio, log_mel
+    from clearhead.generation import Engine
+    from clearhead.generation.engine import BLOCK
+    from clearhead.generation.texts import in_order
 
     sound = load_audio(BytesIO(sys.stdin.buffer.read()) if audio == "-" else audio)
     place = find_model(model)
@@ -56,9 +62,15 @@ def run(
     scribe = Scribe(whisper, find_tokenizer(tokenizer or place, config.vocab_size), language, task)  # type: ignore[arg-type]
     window = 2 * HOP * config.max_source_len  # samples; the second convolution halves the frames
     pieces = sound.split(window)
-    for number, piece in enumerate(follow(pieces, "listening", len(pieces), printing=True)):
-        text = scribe.write(log_mel(piece, config.n_mels, window / RATE)).strip()
+    requests = (scribe.ask(log_mel(piece, config.n_mels, window / RATE), beams) for piece in pieces)
+    # Memory for so many windows: their sound, and each beam's text.
+    max_tokens = AT_ONCE * (config.max_source_len + BLOCK + beams * (config.max_len + BLOCK))
+    engine = Engine(scribe.model, max_tokens=max_tokens, max_rows=AT_ONCE * beams)
+    tickets = follow(in_order(engine, requests, AT_ONCE), "listening", len(pieces), printing=True)
+    for number, ticket in enumerate(tickets):
+        text = scribe.tokenizer.decode(ticket.hypotheses[0].tokens).strip()
         typer.echo((" " if number else "") + text, nl=False)
+        sys.stdout.flush()
     typer.echo()
 
 
@@ -90,11 +102,10 @@ def find_tokenizer(place: Path, vocab_size: int) -> Tokenizer:
 
 
 class Scribe:
-    """Writes greedily, one window of sound at a time, in the language it is told or finds in the first window."""
+    """What is asked of the model for each window of sound, in the language it is told or finds in the first one."""
 
     def __init__(self, model: EncoderDecoder, tokenizer: Tokenizer, language: str | None, task: str) -> None:
         self.model, self.tokenizer, self.task = model, tokenizer, task
-        self.device = next(model.parameters()).device
         self.start, self.end = tokenizer.id("<|startoftranscript|>"), tokenizer.id("<|endoftext|>")
         self.plain = tokenizer.id("<|notimestamps|>")
         self.english_only = model.config.vocab_size <= ENGLISH_ONLY
@@ -112,47 +123,29 @@ class Scribe:
             )
         self.language = None if language is None else self.languages[language]
 
-    def write(self, frames: Tensor) -> str:
-        """The text of one window."""
-        import torch
+    def ask(self, frames: Tensor, beams: int) -> Request:
+        """For the text of one window."""
+        from clearhead.generation import Request, Strategy
 
-        with torch.no_grad():
-            memory = self.model.encode(frames[None].to(self.device))
-            return self.tokenizer.decode(self._decode(memory))
-
-    def _decode(self, memory: Tensor) -> list[int]:
-        import torch
-
-        prompt = self._prompt(memory)
-        never = torch.tensor(self.model.generation.suppress, dtype=torch.long, device=self.device)
-        never_first = torch.tensor(self.model.generation.begin_suppress, dtype=torch.long, device=self.device)
+        # Beyond the end come languages, tasks and times.
+        plain = Strategy(suppress=range(self.end + 1, self.model.config.vocab_size))
         # Half of the positions are for text, as OpenAI has it; the other half, for what was said before, is not used.
         room = self.model.config.max_len // 2
-        cache = self.model.new_cache(batch=1, max_len=len(prompt) + room)
-        tokens: list[int] = []
-        new = prompt
-        while len(tokens) < room:
-            logits = self.model.decode(self._row(new), None if tokens else memory, cache=cache)[0, -1]
-            logits[never] = -torch.inf
-            logits[self.end + 1 :] = -torch.inf  # languages, tasks and times
-            if not tokens:
-                logits[never_first] = -torch.inf
-            new = [int(logits.argmax())]
-            if new == [self.end]:
-                break
-            tokens += new
-        return tokens
+        prompt = self._prompt(frames)
+        return Request(source=frames, prompt=prompt, max_new_tokens=room, strategy=plain, eos=self.end, beams=beams)
 
-    def _prompt(self, memory: Tensor) -> list[int]:
+    def _prompt(self, frames: Tensor) -> list[int]:
         if self.english_only:
             return [self.start, self.plain]
         if self.language is None:
-            ids = list(self.languages.values())
-            logits = self.model.decode(self._row([self.start]), memory)[0, -1]
-            self.language = ids[int(logits[ids].argmax())]
+            self.language = self._hear(frames)
         return [self.start, self.language, self.tokenizer.id(f"<|{self.task}|>"), self.plain]
 
-    def _row(self, tokens: list[int]) -> Tensor:
+    def _hear(self, frames: Tensor) -> int:
+        """The language: the likeliest of them as the first token."""
         import torch
 
-        return torch.tensor([tokens], device=self.device)
+        device, ids = next(self.model.parameters()).device, list(self.languages.values())
+        with torch.no_grad():
+            logits = self.model(frames[None].to(device), torch.tensor([[self.start]], device=device))[0, -1]
+        return ids[int(logits[ids].argmax())]

@@ -1,16 +1,37 @@
 """Writing with a model, token by token.
 
-strategies.py  what is done to logits before a token is chosen, and the choice: pure functions, and `Strategy`, all of them
-batches.py     lists of ids checked, sorted by length and cut into padded batches; what a decoder hands back
-decoding.py    generate, stream: a decoder goes on from prompts
-beams.py       translate: beam search with an encoder-decoder
+strategies.py   what is done to logits before a token is chosen, and the choice: pure functions, and `Strategy`, all of them
+constraints.py  texts that match a regular expression, a JSON schema, or one of a list
+requests.py     what is asked of a model, checked, and what came of it
+blocks.py       who holds which block of memory
+running.py      the model and its memory, run for the rows of a batch
+beams.py        beam search: which texts go on
+engine.py       requests join and leave between steps, each written as if it were alone
+decoding.py     generate, stream, translate: lists of ids in, lists of new ids out
+texts.py        texts in, texts out: prompts that fit, stops that are texts, requests in order
+traces.py       why each text of a beam search lived or died, as a document and as a picture
 
 May import: errors, config, layers, models, families, checkpoint, costs, inside, data.
 """
 
-from clearhead.generation.batches import Hypothesis
-from clearhead.generation.beams import translate
-from clearhead.generation.decoding import generate, stream
+from clearhead.generation.constraints import Grammar
+from clearhead.generation.decoding import generate, stream, translate
+from clearhead.generation.engine import Engine
+from clearhead.generation.requests import Hypothesis, Request, Ticket, Token
 from clearhead.generation.strategies import Strategy
+from clearhead.generation.texts import stream_text, write_texts
 
-__all__ = ["Hypothesis", "Strategy", "generate", "stream", "translate"]
+__all__ = [
+    "Engine",
+    "Grammar",
+    "Hypothesis",
+    "Request",
+    "Strategy",
+    "Ticket",
+    "Token",
+    "generate",
+    "stream",
+    "stream_text",
+    "translate",
+    "write_texts",
+]

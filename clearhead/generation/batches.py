@@ -1,32 +1,20 @@
-"""Lists of ids on their way in and out: checked, sorted by length, cut into batches, padded."""
+"""Lists of ids on their way to a model: checked, padded; and what a model is like while it writes."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from clearhead.errors import InputError
 
 Ids = Sequence[Sequence[int]]  # several texts
-
-
-@dataclass(frozen=True)
-class Hypothesis:
-    """One text and what the model thinks of it.
-
-    `tokens` are the new ids, without the one that ended them. `score` is the sum of their log-probabilities, the end's
-    included, in beam search divided by length**length_penalty. `finished`: the text was ended, not cut by its limit.
-    """
-
-    tokens: list[int]
-    score: float
-    finished: bool
 
 
 def check_rows(rows: Sequence[object], vocab_size: int, what: str) -> list[list[int]]:
@@ -67,35 +55,23 @@ def check_shape(model: nn.Module, shape: str) -> None:
         )
 
 
-def batches(costs: Sequence[tuple[int, int]], budget: int) -> Iterator[list[int]]:
-    """Places grouped so that rows of one batch are about as long and, padded to the longest, stay within the budget.
-
-    Each cost is a row's length, by which it is sorted, and what it holds in tokens at its largest. The longest come first:
-    what does not fit in memory fails at once. A row larger than the budget is a batch of its own.
-    """
-    group: list[int] = []
-    for place in sorted(range(len(costs)), key=lambda place: costs[place], reverse=True):
-        if group and (len(group) + 1) * max(costs[one][1] for one in (group[0], place)) > budget:
-            yield group
-            group = []
-        group.append(place)
-    if group:
-        yield group
-
-
 def pad(rows: Ids, device: torch.device) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"] | None]:
     """Rows side by side, filled up on the right; which tokens are real, or None where all are."""
-    longest = max(map(len, rows))
-    tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
-    if all(len(row) == longest for row in rows):
-        return tokens, None
-    lengths = torch.tensor([len(row) for row in rows], device=device)
-    return tokens, torch.arange(longest, device=device) < lengths[:, None]
+    lengths = np.array([len(row) for row in rows])
+    tokens = np.zeros((len(rows), lengths.max()), np.int64)
+    for at, row in enumerate(rows):
+        tokens[at, : len(row)] = row
+    if (lengths == lengths.max()).all():
+        return send(tokens, device), None
+    return send(tokens, device), send(np.arange(lengths.max()) < lengths[:, None], device)
 
 
-def worth_dropping(n_done: int, n_rows: int) -> bool:
-    """Dropping rows copies the others, so it waits until an eighth is done: the copies then cost little in all."""
-    return n_done > 0 and 8 * n_done >= n_rows
+def send(array: NDArray[Any], device: torch.device) -> Tensor:
+    """To the device, without waiting for what it is doing."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 @contextmanager

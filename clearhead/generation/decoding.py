@@ -1,28 +1,22 @@
-"""A decoder goes on from prompts."""
+"""Lists of ids in, lists of new ids out: `generate` with a decoder, `translate` with an encoder-decoder."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, overload
 
 import torch
 
 from clearhead.errors import InputError
-from clearhead.generation.batches import (
-    Hypothesis,
-    Ids,
-    batches,
-    check_least,
-    check_rows,
-    check_shape,
-    evaluating,
-    pad,
-    widen,
-    worth_dropping,
-)
-from clearhead.generation.strategies import Shaper
-from clearhead.layers.masks import ABSENT
-from clearhead.models import Decoder
+from clearhead.generation.batches import Ids, check_least, check_rows, check_shape, evaluating
+from clearhead.generation.constraints import Grammar
+from clearhead.generation.engine import BLOCK, Engine
+from clearhead.generation.requests import Hypothesis, Request, Ticket, start_of
+from clearhead.generation.strategies import Strategy
+from clearhead.models import Decoder, EncoderDecoder
+
+MAX_ROWS = 1024
 
 
 @overload
@@ -39,6 +33,7 @@ def generate(
     seed: int | Sequence[int] = 0,
     eos: int | Sequence[int] | None = None,
     stop: Ids = (),
+    grammar: Grammar | None = None,
     batch_tokens: int = 16_384,
     return_scores: bool = False,
     **options: Any,
@@ -48,38 +43,28 @@ def generate(
     A text ends before an `eos` (None: the checkpoint's own; (): none), before any of the id sequences in `stop`, or after
     `max_new_tokens`; what ended it is not part of it. Further options are the fields of `Strategy`: temperature (0, the
     default, is greedy), top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram,
-    logit_bias, suppress, min_new_tokens. Prompt i is drawn with seed + i, or with its own of a list of seeds: same seed,
-    same text, whatever else is in the batch. `batch_tokens` bounds the tokens held at once, prompts and room for the new.
-    A score is of the model's own probabilities, before any option. An empty prompt is the model's bos, where it has one.
+    logit_bias, suppress, min_new_tokens. `grammar` is what each text must match (`Grammar.regex`, `.json_schema`, `.choice`).
+    Prompt i is drawn with seed + i, or with its own of a list of seeds: same seed, same text, whatever else is in the batch.
+    `batch_tokens` bounds the tokens held at once, prompts and room for the new. A score is of the model's own probabilities,
+    before any option. An empty prompt is the model's bos, where it has one.
     """
     check_shape(model, "decoder")
     check_least(max_new_tokens, 1, "max_new_tokens")
-    check_least(batch_tokens, 1, "batch_tokens")
-    shaper = Shaper(model, eos, options)
-    starts = [
-        _start(model, row, place, max_new_tokens)
-        for place, row in enumerate(check_rows(prompts, model.config.vocab_size, "prompt"))
-    ]
-    stops = check_rows(stop, model.config.vocab_size, "stop")
-    if not all(stops):
-        raise InputError(f"a stop is a list of at least one id; got {stops}; leave the empty one out")
-    stops += [[end] for end in shaper.ends]
-    seeds = [seed + place for place in range(len(starts))] if isinstance(seed, int) else list(seed)
-    if len(seeds) != len(starts) or not all(abs(one) < 2**63 for one in seeds):
+    strategy = Strategy.of(options)
+    rows = check_rows(prompts, model.config.vocab_size, "prompt")
+    seeds = [seed + place for place in range(len(rows))] if isinstance(seed, int) else list(seed)
+    if len(seeds) != len(rows) or not all(-(2**63) <= each < 2**63 for each in seeds):
         raise InputError(
-            f"seed is one number of up to 63 bits, or one for each of {len(starts)} prompts; got {seed}; leave it out for 0"
+            f"seed is one number of up to 63 bits, or one for each of {len(rows)} prompts; got {seed}; leave some out, or add some"
         )
-    found: list[Hypothesis] = [Hypothesis([], 0.0, False)] * len(starts)
-    with evaluating(model):
-        for group in batches([(len(row), len(row) + max_new_tokens) for row in starts], batch_tokens):
-            texts = [(list[int](), list[float]()) for _ in group]
-            rows = [(starts[place], seeds[place]) for place in group]
-            for row, token, score in decode(model, rows, max_new_tokens, shaper, stops, scored=return_scores):
-                texts[row][0].append(token)
-                texts[row][1].append(score)
-            for place, (text, scores) in zip(group, texts, strict=True):
-                cut = ending(text, stops)
-                found[place] = Hypothesis(text[: len(text) - cut], sum(scores), cut > 0)
+    common: dict[str, Any] = dict(max_new_tokens=max_new_tokens, strategy=strategy, eos=eos, stop=stop, grammar=grammar)
+    requests = [
+        Request(prompt=row, seed=each, scored=return_scores, **common) for row, each in zip(rows, seeds, strict=True)
+    ]
+    tickets = write(model, requests, batch_tokens, "prompt")
+    if error := next((ticket.error for ticket in tickets if ticket.error), None):
+        raise error
+    found = [ticket.hypotheses[0] for ticket in tickets]
     return found if return_scores else [one.tokens for one in found]
 
 
@@ -90,70 +75,158 @@ def stream(
     max_new_tokens: int = 64,
     seed: int = 0,
     eos: int | Sequence[int] | None = None,
+    stop: Ids = (),
+    grammar: Grammar | None = None,
     **options: Any,
 ) -> Iterator[int]:
     """One prompt's new ids, each as soon as it is chosen; options as in `generate`, whose ids these are."""
     check_shape(model, "decoder")
-    check_least(max_new_tokens, 1, "max_new_tokens")
-    shaper = Shaper(model, eos, options)
-    row = _start(model, check_rows([prompt], model.config.vocab_size, "prompt")[0], 0, max_new_tokens)
-    stops = [[end] for end in shaper.ends]
-    with evaluating(model):
-        for _, token, _ in decode(model, [(row, seed)], max_new_tokens, shaper, stops, scored=False):
-            if token not in shaper.ends:
-                yield token
+    row = check_rows([prompt], model.config.vocab_size, "prompt")[0]
+    common: dict[str, Any] = dict(strategy=Strategy.of(options), eos=eos, stop=stop, grammar=grammar)
+    request = Request(prompt=row, max_new_tokens=max_new_tokens, seed=seed, **common)
+    engine = Engine(model, max_tokens=len(row) + max_new_tokens + BLOCK, max_rows=1, prefixes=False)
+    return _follow(engine, engine.submit(request))
 
 
-def decode(
-    model: Decoder, rows: Sequence[tuple[list[int], int]], limit: int, shaper: Shaper, stops: Ids, *, scored: bool
-) -> Iterator[tuple[int, int, float]]:
-    """One batch of (prompt, seed), step by step: each new token as (row, id, log-probability), those that end included."""
-    device = model.tokens.weight.device
-    tokens, real = pad([prompt for prompt, _ in rows], device)
-    n_prompt = torch.tensor([len(prompt) for prompt, _ in rows], device=device)
-    seeds = torch.tensor([seed for _, seed in rows], device=device)
-    cache = model.new_cache(batch=len(rows), max_len=tokens.shape[1] + limit)
-    history = torch.full((len(rows), cache.max_len), ABSENT, device=device)
-    history[:, : tokens.shape[1]] = tokens if real is None else torch.where(real, tokens, ABSENT)
-    states = model.states(tokens, real, cache=cache)
-    states = states[torch.arange(len(rows), device=device), n_prompt - 1][
-        :, None
-    ]  # only the last token's logits are made
-    here, texts = list(range(len(rows))), {row: list[int]() for row in range(len(rows))}
-    for step in range(limit):
-        logits = widen(model.project(states)[:, 0])
-        shaped = shaper(logits, history[:, : cache.length], n_prompt, step)
-        chosen = shaper.strategy.choose(shaped, seeds, torch.full_like(seeds, step))
-        history.scatter_(1, (n_prompt + step)[:, None], chosen[:, None])
-        scores = logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0].tolist() if scored else [0.0] * len(here)
-        for row, token, score in zip(here, chosen.tolist(), scores, strict=True):
-            if row in texts:
-                yield row, token, score
-                texts[row].append(token)
-                if ending(texts[row], stops):
-                    del texts[row]
-        if not texts or step + 1 == limit:
-            return
-        if worth_dropping(len(here) - len(texts), len(here)):
-            kept = torch.tensor([at for at, row in enumerate(here) if row in texts], device=device)
-            cache.reorder(kept)
-            history, n_prompt, seeds, chosen = (each[kept] for each in (history, n_prompt, seeds, chosen))
-            here = list(texts)
-        states = model.states(chosen[:, None], cache=cache)
+def _follow(engine: Engine, ticket: Ticket) -> Iterator[int]:
+    with evaluating(engine.model):
+        while engine.is_busy:
+            yield from (token.id for _, token in engine.step() if token is not None)
+    if ticket.error:
+        raise ticket.error
 
 
-def ending(text: list[int], stops: Ids) -> int:
-    """How many of a text's last ids end it: 0, while it goes on."""
-    return max((len(stop) for stop in stops if text[-len(stop) :] == list(stop)), default=0)
+@overload
+def translate(
+    model: EncoderDecoder, sources: Ids, *, return_scores: Literal[True], **options: Any
+) -> list[list[Hypothesis]]: ...
+@overload
+def translate(
+    model: EncoderDecoder, sources: Ids, *, return_scores: Literal[False] = False, **options: Any
+) -> list[list[int]]: ...
+def translate(
+    model: EncoderDecoder,
+    sources: Ids,
+    *,
+    beams: int = 4,
+    max_new_tokens: int | None = None,
+    length_penalty: float | int = 1.0,
+    early_stopping: bool | Literal["never"] = False,
+    n_best: int = 1,
+    eos: int | Sequence[int] | None = None,
+    grammar: Grammar | None = None,
+    batch_tokens: int = 16_384,
+    return_scores: bool = False,
+    **options: Any,
+) -> list[list[int]] | list[list[Hypothesis]]:
+    """Lists of source ids in, lists of new ids out, in the same order, without start and end; `beams=1` is greedy.
 
-
-def _start(model: Decoder, prompt: list[int], place: int, max_new_tokens: int) -> list[int]:
-    bos, max_len = model.generation.bos, model.config.max_len
-    if not prompt and bos is None:
-        raise InputError(f"prompt {place} is empty, and the model has no bos; got []; give at least one token")
-    if len(prompt) + max_new_tokens > max_len:
+    With `return_scores`, each source gets its `n_best` as `Hypothesis`, best first. A score is the sum of log-probabilities
+    / length**length_penalty, the end counted in both. A source's search ends when no running beam, at its present length,
+    beats the worst of `beams` finished texts; `early_stopping=True`: when there are that many; "never": when none could
+    win at any length. Without `max_new_tokens` a text may have 2 tokens for each of its source, and 20. Of `Strategy`'s
+    fields those are taken that do not draw: repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram,
+    logit_bias, suppress, min_new_tokens. `batch_tokens` bounds the tokens held at once, sources and beams.
+    """
+    check_shape(model, "encoder-decoder")
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        if name in options:
+            raise InputError(
+                f"beam search takes the likeliest and draws nothing; got {name}={options[name]}; leave it out"
+            )
+    strategy = Strategy.of(options)
+    check_least(beams, 1, "beams")
+    check_least(n_best, 1, "n_best")
+    if n_best > (beams if return_scores else 1):
         raise InputError(
-            f"prompt {place} is too long: {len(prompt)} tokens + max_new_tokens={max_new_tokens} > max_len={max_len}; "
-            f"shorten the prompt, or ask for fewer"
+            f"a search finds as many texts as it has beams, and tells with return_scores=True; got n_best={n_best}, "
+            f"beams={beams}, return_scores={return_scores}; change one of them"
         )
-    return prompt if prompt or bos is None else [bos]
+    start_of(model)
+    rows = check_rows(sources, model.config.source_vocab_size or model.config.vocab_size, "source")
+    common: dict[str, Any] = dict(beams=beams, length_penalty=float(length_penalty), early_stopping=early_stopping)
+    common |= dict(n_best=n_best, eos=eos, strategy=strategy, grammar=grammar, scored=return_scores)
+    requests = [
+        Request(source=row, max_new_tokens=_limit(row, place, max_new_tokens, model), **common)
+        for place, row in enumerate(rows)
+    ]
+    found = [ticket.hypotheses for ticket in write(model, requests, batch_tokens, "source")]
+    if not all(found):
+        raise InputError(
+            f"source {found.index([])} has no text: no token's score is a number; got NaN logits, or every token forbidden; "
+            f"look at the weights, suppress and logit_bias"
+        )
+    return found if return_scores else [hypotheses[0].tokens for hypotheses in found]
+
+
+def write(model: Decoder | EncoderDecoder, requests: Sequence[Request], batch_tokens: int, what: str) -> list[Ticket]:
+    """All of these, the longest first: what does not fit in memory fails at once, and those read together are alike."""
+    check_least(batch_tokens, 1, "batch_tokens")
+    if not requests:
+        return []
+    whole = [_tokens(request) for request in requests]
+    engine = _engine(model, max(*whole, min(batch_tokens, sum(whole))), _rows(requests))
+    tickets: list[Ticket] = []
+    try:
+        for place, request in enumerate(requests):
+            tickets.append(engine.submit(request, f"{what} {place}"))
+        engine.waiting = deque(engine.waiting[at] for at in sorted(range(len(whole)), key=lambda at: -whole[at]))
+        engine.run()
+    finally:
+        for ticket in tickets:
+            engine.cancel(ticket)
+    return tickets
+
+
+class Kept:
+    """A model's engine for the next call: what it has recorded on a GPU took time. A copy of the model has none."""
+
+    def __init__(self, engine: Engine, weights: list[int]) -> None:
+        self.engine, self.weights = engine, weights
+
+    def __deepcopy__(self, _: object) -> None: ...
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def _engine(model: Decoder | EncoderDecoder, max_tokens: int, max_rows: int) -> Engine:
+    """An engine large enough."""
+    if next(model.parameters()).device.type != "cuda" or torch.is_autocast_enabled("cuda"):
+        return Engine(model, max_tokens=max_tokens, max_rows=max_rows, prefixes=False)
+    weights = [weight.data_ptr() for weight in model.parameters()]
+    kept: Kept | None = model.__dict__.get("_kept_engine")
+    if kept is not None and kept.weights == weights:
+        engine = kept.engine
+        if engine.max_rows >= max_rows and (engine.blocks.n_blocks - 1) * BLOCK >= max_tokens:
+            return engine
+    model.__dict__["_kept_engine"] = None  # its memory is free before the next one's is taken
+    engine = Engine(model, max_tokens=max_tokens, max_rows=max(max_rows, 64), prefixes=False)
+    model.__dict__["_kept_engine"] = Kept(engine, weights)
+    return engine
+
+
+def _tokens(request: Request) -> int:
+    """The most that a request may hold, with blocks that are not full."""
+    source = 0 if request.source is None else len(request.source) + BLOCK
+    return source + request.beams * (len(request.prompt) + 1 + request.max_new_tokens + BLOCK)
+
+
+def _rows(requests: Sequence[Request]) -> int:
+    return max(min(sum(request.beams for request in requests), MAX_ROWS), *(request.beams for request in requests))
+
+
+def _limit(source: list[int], place: int, max_new_tokens: int | None, model: EncoderDecoder) -> int:
+    """How many tokens a source's text may have."""
+    max_len, max_source_len = model.config.max_len, model.config.max_source_len
+    if not 0 < len(source) <= max_source_len:
+        raise InputError(
+            f"source {place} must have 1 to max_source_len={max_source_len} tokens; got {len(source)}; "
+            f"{'shorten or split it' if source else 'give at least one, such as the eos id'}"
+        )
+    if max_new_tokens is None:
+        return min(2 * len(source) + 20, max_len)
+    check_least(max_new_tokens, 1, "max_new_tokens")
+    if max_new_tokens > max_len:
+        raise InputError(f"max_new_tokens={max_new_tokens} is more than the model's max_len={max_len}; lower it")
+    return max_new_tokens

@@ -85,11 +85,11 @@ def offset(biases: Mapping[int, Number], vocab_size: int, device: torch.device) 
     return made.to(device)
 
 
-def force(logits: Logits, token: int, rows: Rows | None = None) -> Logits:
-    """This token and no other, with log-probability 0, in all rows or in some."""
+def force(logits: Logits, token: int, rows: Rows) -> Logits:
+    """This token and no other, with log-probability 0, in these rows."""
     only = torch.full_like(logits, -math.inf)
     only[:, token] = 0.0
-    return only if rows is None else torch.where(rows[:, None], only, logits)
+    return torch.where(rows[:, None], only, logits)
 
 
 def sample(logits: Logits, seeds: Int[Tensor, " B"], steps: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
@@ -183,39 +183,64 @@ RANGES: dict[str, tuple[float, float, bool, str]] = {
 class Shaper:
     """A strategy and a checkpoint's own rules, made ready for one model.
 
-    `shaper(logits, history, n_prompt, step)` gives the logits to choose from for each row's new token number `step`.
-    `ends` are the ids that end a text: those asked for, or the checkpoint's own.
+    `shaper(logits, history, n_prompt, steps, limits)` gives the logits to choose from for each row's new token number `steps`
+    of at most `limits`. `ends` are the ids that end a text: those asked for, or the checkpoint's own. Only with `looks_back`
+    is the history looked at.
     """
 
-    def __init__(
-        self, model: Decoder | EncoderDecoder, eos: int | Sequence[int] | None, options: Mapping[str, Any]
-    ) -> None:
-        self.strategy, told = Strategy.of(options), model.generation
+    def __init__(self, model: Decoder | EncoderDecoder, eos: int | Sequence[int] | None, strategy: Strategy) -> None:
+        self.strategy, told = strategy, model.generation
         self.ends = told.eos if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-        vocab_size, weight = model.config.vocab_size, model.tokens.weight
-        asked = {**self.strategy.logit_bias, **dict.fromkeys(self.strategy.suppress, -math.inf)}
+        vocab_size, device = model.config.vocab_size, next(model.parameters()).device
+        self.vocab_size = vocab_size
+        asked = {**strategy.logit_bias, **dict.fromkeys(strategy.suppress, -math.inf)}
         check_ids(self.ends, vocab_size, "eos")
         check_ids(list(asked), vocab_size, "logit_bias or suppress")
 
-        def forbid(ids: Sequence[int]) -> Tensor:
-            return offset(dict.fromkeys(ids, -math.inf), vocab_size, weight.device)
+        def forbid(ids: Sequence[int]) -> Tensor | None:
+            return offset(dict.fromkeys(ids, -math.inf), vocab_size, device) if ids else None
 
-        always = offset(asked, vocab_size, weight.device) + forbid(told.suppress)
-        self.always = always if asked or told.suppress else None
-        self.first, self.early = forbid(told.begin_suppress), forbid(self.ends)
+        never = dict.fromkeys(told.suppress, -math.inf)
+        self.always = offset(asked | never, vocab_size, device) if asked or never else None
+        self.first = forbid(told.begin_suppress)
+        self.early = forbid(self.ends) if strategy.min_new_tokens else None
+        # What a checkpoint makes an encoder-decoder write after its start (each place with its token) and last.
+        start = told.forced_start or (() if told.forced_bos is None else (told.forced_bos,))
+        is_pair = model.config.shape == "encoder-decoder"
+        self.forced = {at: token for at, token in enumerate(start) if token is not None} if is_pair else {}
+        self.last = told.forced_eos if is_pair else None
+        penalised = strategy.repetition_penalty != 1 or strategy.presence_penalty or strategy.frequency_penalty
+        self.looks_back = bool(penalised or strategy.no_repeat_ngram)
+        self.is_plain = not self.looks_back and not self.forced
+        self.is_plain &= all(each is None for each in (self.always, self.first, self.early, self.last))
 
-    def __call__(self, logits: Logits, history: History, n_prompt: Int[Tensor, " B"], step: int) -> Logits:
+    def __call__(
+        self,
+        logits: Logits,
+        history: History | None,
+        n_prompt: Int[Tensor, " B"],
+        steps: Int[Tensor, " B"],
+        limits: Int[Tensor, " B"],
+    ) -> Logits:
         s = self.strategy
         if self.always is not None:
             logits = logits + self.always
-        if s.repetition_penalty != 1:
-            logits = penalise_repetition(logits, history, s.repetition_penalty)
-        if s.presence_penalty or s.frequency_penalty:
-            is_new = torch.arange(history.shape[1], device=history.device) >= n_prompt[:, None]
-            written = torch.where(is_new, history, ABSENT)
-            logits = penalise_counts(logits, written, s.presence_penalty, s.frequency_penalty)
-        if s.no_repeat_ngram:
-            logits = forbid_ngrams(logits, history, s.no_repeat_ngram)
-        if step < s.min_new_tokens:
-            logits = logits + self.early
-        return logits + self.first if step == 0 else logits
+        if history is not None:
+            if s.repetition_penalty != 1:
+                logits = penalise_repetition(logits, history, s.repetition_penalty)
+            if s.presence_penalty or s.frequency_penalty:
+                is_new = torch.arange(history.shape[1], device=history.device) >= n_prompt[:, None]
+                written = torch.where(is_new, history, ABSENT)
+                logits = penalise_counts(logits, written, s.presence_penalty, s.frequency_penalty)
+            if s.no_repeat_ngram:
+                logits = forbid_ngrams(logits, history, s.no_repeat_ngram)
+        if self.early is not None:
+            logits = torch.where((steps < s.min_new_tokens)[:, None], logits + self.early, logits)
+        if self.first is not None:
+            first = (max(self.forced, default=-1) + 2 - n_prompt).clamp(min=0) if self.forced else 0
+            logits = torch.where((steps == first)[:, None], logits + self.first, logits)
+        for at, token in self.forced.items():
+            logits = force(logits, token, steps + n_prompt - 1 == at)
+        if self.last is not None:
+            logits = force(logits, self.last, steps + 1 == limits)
+        return logits

@@ -26,6 +26,7 @@ from clearhead.layers.block import Block
 from clearhead.layers.feedforward import FeedForward
 from clearhead.layers.kernels import attention_scores, attention_weights
 from clearhead.layers.masks import Mask
+from clearhead.layers.pages import unpage
 from clearhead.layers.positions import Bias
 
 ATTENTION = ("q", "k", "v", "scores", "weights", "out")
@@ -115,6 +116,8 @@ def probe(model: nn.Module, *patterns: str) -> Generator[Seen]:
 def _keep_look(seen: Seen, name: str, wanted: list[str]) -> Callable[..., None]:
     def hook(module: Attend, inputs: tuple[Any, ...], out: Tensor) -> None:
         q, k, v, mask, bias = inputs
+        if mask is not None:
+            k, v, mask = unpage(k, v, mask)
         tensors = {"q": q, "k": k, "v": v, "out": out}
         kept = {part: tensors[part].detach().clone() for part in wanted if part in tensors}
         seen.tensors.update({f"{name}.{part}": tensor for part, tensor in kept.items()})

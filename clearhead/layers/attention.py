@@ -5,11 +5,11 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from clearhead.layers.cache import LayerCache
 from clearhead.layers.kernels import attend
-from clearhead.layers.linear import FusedLinear, save_apart
+from clearhead.layers.linear import FusedLinear, Linear, save_apart
 from clearhead.layers.masks import Mask
 from clearhead.layers.norm import RMSNorm
+from clearhead.layers.pages import AnyLayerCache
 from clearhead.layers.positions import Angles, Bias, rotate
 
 
@@ -23,8 +23,8 @@ class Attend(nn.Module):
     def forward(
         self,
         q: Float[Tensor, "B H T E"],
-        k: Float[Tensor, "B K S E"],
-        v: Float[Tensor, "B K S E"],
+        k: Float[Tensor, "n K s E"],
+        v: Float[Tensor, "n K s E"],
         mask: Mask | None = None,
         bias: Bias | None = None,
     ) -> Float[Tensor, "B H T E"]:
@@ -59,7 +59,7 @@ class MultiHeadAttention(nn.Module):
         biased = {f"{letter}_proj" for letter in bias}
         self.cross = cross
         if cross:
-            self.q_proj = nn.Linear(d_model, d_q, bias="q" in bias)
+            self.q_proj = Linear(d_model, d_q, bias="q" in bias)
             self.kv = FusedLinear(d_model, {"k_proj": d_kv, "v_proj": d_kv}, bias=biased)
             save_apart(self, "kv")
         else:
@@ -68,7 +68,7 @@ class MultiHeadAttention(nn.Module):
         self.q_norm = RMSNorm(self.d_head, eps=1e-6) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.d_head, eps=1e-6) if qk_norm else nn.Identity()
         self.heads = Attend(scale=scale, dropout=dropout, kernel=kernel)
-        self.o_proj = nn.Linear(d_q, d_model, bias="o" in bias)
+        self.o_proj = Linear(d_q, d_model, bias="o" in bias)
 
     def forward(
         self,
@@ -78,7 +78,7 @@ class MultiHeadAttention(nn.Module):
         memory: Float[Tensor, "B S D"] | None = None,
         angles: Angles | None = None,
         bias: Bias | None = None,
-        cache: LayerCache | None = None,
+        cache: AnyLayerCache | None = None,
     ) -> Float[Tensor, "B T D"]:
         """x attends to itself, or to `memory`. With a cache, x is what comes after the tokens it holds."""
         if self.cross:
@@ -96,7 +96,7 @@ class MultiHeadAttention(nn.Module):
     def _split(self, x: Float[Tensor, "B T _"]) -> Float[Tensor, "B h T E"]:
         return x.unflatten(-1, (-1, self.d_head)).transpose(1, 2)
 
-    def _read(self, memory: Float[Tensor, "B S D"] | None, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
+    def _read(self, memory: Float[Tensor, "B S D"] | None, cache: AnyLayerCache | None) -> tuple[Tensor, Tensor]:
         """Keys and values of the encoder's output: computed once, then kept by the cache."""
         if cache is not None and cache.cross is not None:
             return cache.cross

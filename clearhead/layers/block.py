@@ -9,9 +9,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from clearhead.layers.attention import MultiHeadAttention
-from clearhead.layers.cache import LayerCache
 from clearhead.layers.feedforward import FeedForward
 from clearhead.layers.masks import Mask
+from clearhead.layers.pages import AnyLayerCache
 from clearhead.layers.positions import Angles, Bias
 
 
@@ -49,7 +49,7 @@ class Block(nn.Module):
         bias: Bias | None = None,
         memory: Float[Tensor, "B _ D"] | None = None,
         memory_mask: Mask | None = None,
-        cache: LayerCache | None = None,
+        cache: AnyLayerCache | None = None,
     ) -> Float[Tensor, "B T D"]:
         """x in, x out; `angles` and `bias` are what the model's kind of positions gives to self-attention."""
         attention, cross = self.attention, self.cross

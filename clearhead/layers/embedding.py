@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from clearhead.errors import ConfigError, InputError, did_you_mean
 from clearhead.layers.feedforward import ACTIVATIONS
+from clearhead.layers.linear import Linear, Packed, linear
 
 
 def check_ids(ids: Tensor, shape: tuple[int, ...], limit: int, what: str, of: str) -> Tensor:
@@ -36,7 +38,8 @@ class TokenEmbedding(nn.Embedding):
         self.factor = math.sqrt(d_model) if scale else 1.0
 
     def forward(self, input: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
-        x = F.embedding(self.check(input), self.weight)
+        ids, weight = self.check(input), cast(Tensor | Packed, self.weight)
+        x = weight.rows(ids) if isinstance(weight, Packed) else F.embedding(ids, weight)
         return x if self.factor == 1.0 else x * self.factor
 
     def check(self, tokens: Tensor) -> Tensor:
@@ -113,7 +116,7 @@ class TokenHead(nn.Module):
         self.scale = scale
         self.activation = transform[0] if transform else None
         if transform:
-            self.dense = nn.Linear(d_model, d_model)
+            self.dense = Linear(d_model, d_model)
             self.norm = transform[1]
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, d_model).normal_(std=0.02))
         self.bias: Tensor | None
@@ -123,13 +126,13 @@ class TokenHead(nn.Module):
             self.bias = nn.Parameter(torch.zeros(vocab_size)) if bias == "learned" else None
 
     def forward(
-        self, x: Float[Tensor, "B T D"], embedding: Float[Tensor, "V D"] | None = None
+        self, x: Float[Tensor, "B T D"], embedding: Float[Tensor, "V D"] | Packed | None = None
     ) -> Float[Tensor, "B T V"]:
-        return F.linear(*self.parts(x, embedding))
+        return linear(*self.parts(x, embedding))
 
     def parts(
-        self, x: Float[Tensor, "B T D"], embedding: Float[Tensor, "V D"] | None = None
-    ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "V D"], Float[Tensor, "V"] | None]:
+        self, x: Float[Tensor, "B T D"], embedding: Float[Tensor, "V D"] | Packed | None = None
+    ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "V D"] | Packed, Float[Tensor, "V"] | None]:
         """What goes into the last product, for a loss that never holds all its results."""
         if self.activation is not None:
             x = self.norm(ACTIVATIONS[self.activation](self.dense(x)))

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from clearhead.errors import ConfigError, did_you_mean
-from clearhead.layers.linear import FusedLinear, save_apart
+from clearhead.layers.linear import FusedLinear, Linear, save_apart
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -35,8 +35,8 @@ class FeedForward(nn.Module):
             self.gate_up = FusedLinear(d_model, {"gate": d_ff, "up": d_ff}, bias={"gate", "up"} if bias else set())
             save_apart(self, "gate_up")
         else:
-            self.up = nn.Linear(d_model, d_ff, bias=bias)
-        self.down = nn.Linear(d_ff, d_model, bias=bias)
+            self.up = Linear(d_model, d_ff, bias=bias)
+        self.down = Linear(d_ff, d_model, bias=bias)
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         act = ACTIVATIONS[self.activation]

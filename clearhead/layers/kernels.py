@@ -4,6 +4,9 @@
 no T x T tensor is made at long lengths. *flex* is torch's flex_attention, which skips whole blocks a mask forbids. All three
 agree to rounding; `kernel="auto"` takes fused, and flex on CUDA where it can skip enough to win.
 
+Keys may also lie in the blocks of a pool (`Mask.pages`). One query a row then reads them where they are, by a kernel of our own
+(native.cpp, gpu.py); where that does not fit, they are laid side by side first.
+
 A query that may look at nothing gets zeros and sends no gradient, in every kernel.
 """
 
@@ -20,8 +23,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from clearhead.errors import InputError, did_you_mean
+from clearhead.layers import native
 from clearhead.layers.flex import block_mask, flex
+from clearhead.layers.linear import has_triton
 from clearhead.layers.masks import Mask
+from clearhead.layers.pages import spread, unpage
 from clearhead.layers.positions import Bias, DistanceBias
 
 ALL = slice(None)
@@ -32,8 +38,8 @@ WRITTEN_OUT = 2**24
 
 def attend(
     q: Float[Tensor, "B H T E"],
-    k: Float[Tensor, "B K S E"],
-    v: Float[Tensor, "B K S E"],
+    k: Float[Tensor, "n K s E"],
+    v: Float[Tensor, "n K s E"],
     mask: Mask | None = None,
     *,
     bias: Bias | None = None,
@@ -43,14 +49,20 @@ def attend(
 ) -> Float[Tensor, "B H T E"]:
     """softmax(q k^T / sqrt(E) + bias) v, over the keys the mask allows (equation 1 of the paper).
 
+    k and v are (B, K, S, E), or with `mask.pages` a pool's blocks (n, K, block, E).
+
     With fewer key heads than query heads (K < H), H / K neighbouring queries share a key head; k and v are not copied.
     `scale` replaces 1 / sqrt(E). `dropout` falls on the weights.
     """
-    T, S = q.shape[2], k.shape[2]
     mask = check_mask(mask)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if mask.pages is not None:
+        if reads_blocks(mask, bias, q.shape[2], q, kernel):
+            return _paged(q, k, v, mask, scale)
+        k, v, mask = unpage(k, v, mask)
+    T, S = q.shape[2], k.shape[2]
     check_fit(q, k, v, mask)
     mask = mask.simplify(T, S)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     match choose_kernel(kernel, mask, S, q.device, dropout):
         case "explicit":
             return _explicit(q, k, v, mask, bias, scale, dropout)
@@ -121,9 +133,16 @@ def choose_kernel(kernel: str, mask: Mask, S: int, device: torch.device, dropout
 
 
 def settle(
-    mask: Mask, bias: Bias | None, *, T: int, S: int, device: torch.device, kernel: str, dropout: float
+    mask: Mask, bias: Bias | None, *, T: int, S: int, like: Tensor, kernel: str, dropout: float
 ) -> tuple[Mask, Bias | None]:
     """Write mask and bias out once, where that is small, so that every layer finds them made."""
+    device = like.device
+    if mask.pages is not None:
+        if reads_blocks(mask, bias, T, like, kernel):
+            return mask, bias
+        mask = spread(mask)
+    if mask.keys is not None and mask.keys.shape[1] != S:
+        return settle(mask, bias, T=T, S=mask.keys.shape[1], like=like, kernel=kernel, dropout=dropout)
     mask = mask.simplify(T, S)
     chosen = choose_kernel(kernel, mask, S, device, dropout)
     if chosen == "flex":
@@ -133,6 +152,25 @@ def settle(
     if bias is not None:
         bias = _bias_of(bias, mask, T, S, ALL, ALL, device)
     return replace(mask, dense=mask.allowed(T, S, ALL, ALL, device)), bias
+
+
+def reads_blocks(mask: Mask, bias: Bias | None, T: int, like: Tensor, kernel: str) -> bool:
+    """Whether keys are read in their blocks: one query a row, the last of its text or one over a source, and no bias."""
+    if T != 1 or bias is not None or kernel not in ("auto", "fused") or mask.dense is not None:
+        return False
+    if like.is_cuda:
+        return has_triton()
+    return like.device.type == "cpu" and like.dtype == torch.float32 and native.is_there()
+
+
+def _paged(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    pages = mask.pages
+    assert pages is not None
+    if q.is_cuda:
+        from clearhead.layers.gpu import paged_attention
+    else:
+        from clearhead.layers.native import paged_attention
+    return paged_attention(q[:, :, 0], k, v, pages.table, pages.counts, scale, mask.window)[:, :, None]
 
 
 def check_mask(mask: object) -> Mask:

@@ -1,14 +1,99 @@
-"""Several projections of one input as one matrix product, saved under their own names."""
+"""The products x W^T + b of a model, and several of them as one.
+
+`linear` is the door they all go through. A few rows, as in generating, take as long as reading the weights does: where no gradient
+is wanted, kernels of our own (native.cpp, gpu.py) read them faster than torch's. Weights may also be packed (quantized.py).
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
+from abc import abstractmethod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack as dispatch_modes  # pyright: ignore[reportPrivateUsage]
+from torch._C._functorch import peek_interpreter_stack
+
+from clearhead.layers import native
+
+CPU_ROWS, CUDA_ROWS = 32, 16  # up to how many our kernels win
+
+
+class Packed(nn.Module):
+    """A weight held in fewer bits, in the place of the parameter; it can be multiplied with and looked up in."""
+
+    shape: torch.Size
+    dtype: torch.dtype  # of results
+    device: torch.device
+
+    @abstractmethod
+    def product(self, x: Float[Tensor, "*_ D"], bias: Float[Tensor, " N"] | None) -> Float[Tensor, "*_ N"]: ...
+
+    @abstractmethod
+    def rows(self, ids: Int[Tensor, "*_"]) -> Float[Tensor, "*_ D"]: ...
+
+
+def linear(
+    x: Float[Tensor, "*_ D"], weight: Float[Tensor, "N D"] | Packed, bias: Float[Tensor, " N"] | None = None
+) -> Float[Tensor, "*_ N"]:
+    """x W^T + b, by the fastest way there is for this many rows."""
+    if isinstance(weight, Packed):
+        return weight.product(x, bias)
+    if torch.is_grad_enabled() or not is_bare(x, weight) or x.dtype != weight.dtype or not weight.is_contiguous():
+        return F.linear(x, weight, bias)
+    n_rows = x.numel() // x.shape[-1]
+    if x.is_cuda:
+        if 0 < n_rows <= CUDA_ROWS and has_triton():
+            from clearhead.layers import gpu
+
+            return gpu.linear(flat(x), weight, bias).view(*x.shape[:-1], -1)
+        if weight.shape[0] % 8:
+            return _wide(flat(x), weight, bias).view(*x.shape[:-1], -1)
+    elif 0 < n_rows <= CPU_ROWS and x.dtype == torch.float32 and x.device.type == "cpu" and native.is_there():
+        return native.linear(flat(x), weight, bias).view(*x.shape[:-1], -1)
+    return F.linear(x, weight, bias)
+
+
+def _wide(x: Float[Tensor, "R D"], weight: Float[Tensor, "N D"], bias: Float[Tensor, " N"] | None) -> Tensor:
+    """For N that no multiple of 8 is (GPT-2's 50,257 words): rows that start at such multiples are written six times as fast."""
+    N, even = len(weight), len(weight) // 8 * 8
+    out = x.new_empty(len(x), even + 8)
+    torch.mm(x, weight[:even].T, out=out[:, :even])
+    torch.mm(x, weight[even:].T, out=out[:, even:N])
+    return out[:, :N] if bias is None else out[:, :N].add_(bias)
+
+
+def flat(x: Float[Tensor, "*_ D"]) -> Float[Tensor, "R D"]:
+    """Rows one after the other in memory."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def is_bare(*tensors: Tensor) -> bool:
+    """Whether these are just memory, and nobody watches the operators: what a kernel outside torch may read."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
+        and not torch.is_autocast_enabled(tensors[0].device.type)
+        and not dispatch_modes()  # counters of FLOPs, fake tensors
+        and peek_interpreter_stack() is None  # vmap  # pyright: ignore[reportUnnecessaryComparison]
+    )
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+class Linear(nn.Linear):
+    """torch's, through the door."""
+
+    def forward(self, input: Float[Tensor, "*_ d_in"]) -> Float[Tensor, "*_ d_out"]:
+        return linear(input, self.weight, self.bias)
 
 
 class FusedLinear(nn.Module):
@@ -29,7 +114,7 @@ class FusedLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(d_bias)) if self.biased else None
 
     def forward(self, x: Float[Tensor, "*_ d_in"]) -> tuple[Float[Tensor, "*_ _"], ...]:
-        return F.linear(x, self.weight, self.whole_bias()).split(list(self.parts.values()), -1)
+        return linear(x, self.weight, self.whole_bias()).split(list(self.parts.values()), -1)
 
     def whole_bias(self) -> Float[Tensor, " d_out"] | None:
         """The bias of every part, zeros where a part has none (Whisper's keys)."""
@@ -62,9 +147,9 @@ def save_apart(holder: nn.Module, name: str) -> None:
         errors: list[str],
     ) -> None:
         for kind, parts in tables.items():
-            if not parts:
-                continue
             whole = getattr(getattr(holder, name), kind)
+            if not parts or isinstance(whole, Packed):
+                continue
             pieces: list[Tensor] = []
             for part, now in zip(parts, whole.split(list(parts.values())), strict=True):
                 key = f"{prefix}{part}.{kind}"

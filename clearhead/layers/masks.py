@@ -21,6 +21,15 @@ ABSENT = -1  # the position of a key that is not there: padding, or a slot of a 
 
 
 @dataclass(frozen=True, eq=False)
+class Pages:
+    """Keys that lie in blocks of a pool: each row's blocks in the order of its tokens, and how many of those there are."""
+
+    table: Int[Tensor, "B m"]
+    counts: Int[Tensor, " B"]
+    block: int  # tokens in one
+
+
+@dataclass(frozen=True, eq=False)
 class Mask:
     """Everything a kernel must know about T queries looking at S keys.
 
@@ -36,6 +45,7 @@ class Mask:
     documents: tuple[Int[Tensor, "_ S"], ...] = ()  # only keys with the query's own number, in each of these
     dense: Bool[Tensor, "_ 1 _ S"] | None = None  # all of `allowed`, once `settle` has written it out
     blocks: BlockMask | None = None  # the same for the flex kernel
+    pages: Pages | None = None  # where the keys are, when they are in a pool's blocks
 
     def __and__(self, other: Mask) -> Mask:
         """Both must allow. Where each says where the keys stand, a key absent in one is absent."""

@@ -9,6 +9,8 @@ from torch import Tensor
 from clearhead.config import Config
 from clearhead.layers.cache import Cache
 from clearhead.layers.embedding import TokenEmbedding, TokenHead
+from clearhead.layers.linear import Packed
+from clearhead.layers.pages import AnyCache
 from clearhead.models.head import make_head
 from clearhead.models.stack import Padding, Stack
 
@@ -27,7 +29,7 @@ class Decoder(Stack):
         mask: Padding = None,
         *,
         positions: Int[Tensor, "*B T"] | None = None,
-        cache: Cache | None = None,
+        cache: AnyCache | None = None,
         checkpointing: bool = False,
     ) -> Float[Tensor, "B T V"]:
         """Scores for the token after each position.
@@ -47,7 +49,7 @@ class Decoder(Stack):
         mask: Padding = None,
         *,
         positions: Int[Tensor, "*B T"] | None = None,
-        cache: Cache | None = None,
+        cache: AnyCache | None = None,
         checkpointing: bool = False,
     ) -> Float[Tensor, "B T D"]:
         """The final states, before the head."""
@@ -62,7 +64,7 @@ class Decoder(Stack):
         return make_cache(self.config, self.tokens.weight, batch=batch, max_len=max_len, n_layers=self.config.n_layers)
 
 
-def make_cache(config: Config, like: Tensor, *, batch: int, max_len: int, n_layers: int) -> Cache:
+def make_cache(config: Config, like: Tensor | Packed, *, batch: int, max_len: int, n_layers: int) -> Cache:
     device_type = like.device.type
     # Under autocast, keys and values come in the autocast type, not in the weights'.
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else like.dtype

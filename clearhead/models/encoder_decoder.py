@@ -14,6 +14,7 @@ from clearhead.errors import InputError
 from clearhead.layers.cache import Cache
 from clearhead.layers.embedding import FrameEmbedding, TokenEmbedding
 from clearhead.layers.masks import ABSENT, Mask, padding
+from clearhead.layers.pages import AnyCache
 from clearhead.models.decoder import make_cache
 from clearhead.models.head import make_head
 from clearhead.models.stack import Padding, Stack
@@ -54,7 +55,7 @@ class EncoderDecoder(nn.Module):
         mask: SourcePadding = None,
         *,
         target_mask: Padding = None,
-        cache: Cache | None = None,
+        cache: AnyCache | None = None,
         checkpointing: bool = False,
     ) -> Float[Tensor, "B T V"]:
         """Scores for the token after each position of the target.
@@ -87,7 +88,7 @@ class EncoderDecoder(nn.Module):
         memory_mask: Mask | None = None,
         *,
         mask: Padding = None,
-        cache: Cache | None = None,
+        cache: AnyCache | None = None,
     ) -> Float[Tensor, "B T V"]:
         """Logits for a target over an encoder's output; with a cache that has read one, `memory=None`."""
         return self.project(self.states(target, memory, memory_mask, mask=mask, cache=cache))
@@ -99,7 +100,7 @@ class EncoderDecoder(nn.Module):
         memory_mask: Mask | None = None,
         *,
         mask: Padding = None,
-        cache: Cache | None = None,
+        cache: AnyCache | None = None,
         checkpointing: bool = False,
     ) -> Float[Tensor, "B T D"]:
         """The decoder's final states, before the head."""

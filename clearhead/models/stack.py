@@ -17,13 +17,14 @@ from clearhead.config import Config, Generation
 from clearhead.errors import InputError
 from clearhead.layers.attention import MultiHeadAttention
 from clearhead.layers.block import Block
-from clearhead.layers.cache import Cache
 from clearhead.layers.embedding import check_ids
 from clearhead.layers.feedforward import FeedForward
 from clearhead.layers.kernels import check_mask, settle
 from clearhead.layers.masks import Mask, check_real, padding
 from clearhead.layers.norm import make_norm
+from clearhead.layers.pages import AnyCache, PagedCache
 from clearhead.layers.positions import Alibi, Learned, Positions, RelativeBuckets, Rotary, Sinusoidal, check_length
+from clearhead.models import one_token
 
 Padding = Bool[Tensor, "B T"] | Mask | None  # what a model's `mask=` takes; True = a real token
 
@@ -67,7 +68,7 @@ class Stack(nn.Module):
         positions: Int[Tensor, "*B T"] | None = None,
         memory: Float[Tensor, "B S D"] | None = None,
         memory_mask: Mask | None = None,
-        cache: Cache | None = None,
+        cache: AnyCache | None = None,
         checkpointing: bool = False,
     ) -> Float[Tensor, "B T D"]:
         """From embeddings to final states. With a cache, x is what comes after the tokens already in it."""
@@ -80,12 +81,14 @@ class Stack(nn.Module):
         mask, bias = settle(
             *(mask, self.positions.bias),
             T=T,
-            S=mask.keys.shape[1] if mask.keys is not None else T + (0 if cache is None else cache.length),
-            device=x.device,
+            S=T + (0 if cache is None else cache.length),
+            like=x,
             kernel=self.config.kernel,
             dropout=self.config.attention_dropout if self.training else 0.0,
         )
         angles = self.positions.angles(at)
+        if isinstance(cache, PagedCache) and x.is_cuda and one_token.fits(self.layers, x, mask, bias, cache):
+            return one_token.run(self.layers, self.norm, x, mask, angles, cache)
         for i, block in enumerate(self.blocks):
             layer = partial(block, angles=angles, bias=bias, memory=memory, memory_mask=memory_mask)
             if checkpointing:
@@ -96,11 +99,15 @@ class Stack(nn.Module):
             cache.advance(stands)
         return self.norm(x)
 
+    @property
+    def layers(self) -> list[Block]:
+        return [block for block in self.blocks if isinstance(block, Block)]
+
     def _check_positions(self, positions: Tensor, x: Tensor) -> Tensor:
         shape = tuple(x.shape[:2]) if positions.ndim == 2 else (x.shape[1],)
         return check_ids(positions, shape, self.positions.max_len or 2**31, "positions", "max_len")
 
-    def _place(self, x: Tensor, mask: Padding, cache: Cache | None) -> tuple[Int[Tensor, "*B T"], Mask]:
+    def _place(self, x: Tensor, mask: Padding, cache: AnyCache | None) -> tuple[Int[Tensor, "*B T"], Mask]:
         """Where each token stands (padding counts for nothing), and what it may look at."""
         B, T = x.shape[:2]
         if isinstance(mask, Tensor):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from clearhead.errors import ConfigError
 from clearhead.training.prefetch import share, split_held_out, to_device
@@ -32,6 +34,7 @@ def evaluate(
     final: bool = False,
 ) -> dict[str, Any]:
     """Loss and what else the task measures, over the held-out rows; every process takes its share of them."""
+    training = objective.training
     objective.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=processes.device)  # loss, correct, predictions
     for rows in split_held_out(task.held_out(), 0 if final else train.evaluate_rows):
@@ -50,7 +53,7 @@ def evaluate(
         row |= scores
         row["samples"] = [asdict(sample) for sample in samples]
     row = processes.agree(row)
-    objective.train()
+    objective.train(training)
     reshard(objective)
     if train.best not in row:
         measured = ", ".join(name for name, value in row.items() if isinstance(value, float))
@@ -58,14 +61,17 @@ def evaluate(
     return row
 
 
-def measure(recipe: Recipe, show: Show) -> dict[str, Any]:
-    """What a finished model (the recipe's `model.from`) reaches on the recipe's data, all of it held out."""
+def measure(recipe: Recipe, show: Show, change: Callable[[nn.Module], object] | None = None) -> dict[str, Any]:
+    """What a finished model (the recipe's `model.from`) reaches, after a `change` if any, on the recipe's data, all held out."""
     d, files = recipe.data, ("files", "source", "target")
     held = {("valid" if name == "files" else f"valid_{name}"): getattr(d, name) for name in files}
     recipe = replace(recipe, data=replace(d, **held))
     with join(recipe.train.device) as processes, tempfile.TemporaryDirectory() as place:
         task = make_task(recipe, Path(place), processes, show)
-        objective = Objective(start(recipe, task.facts).to(processes.device), task)
+        model = start(recipe, task.facts).to(processes.device)
+        if change is not None:
+            change(model)
+        objective = Objective(model, task).eval()
         return evaluate(objective, task, processes, recipe.train, nullcontext(), final=True)
 
 

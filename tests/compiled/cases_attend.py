@@ -74,7 +74,7 @@ def test_one_graph_forward_and_backward(kernel: str, device: str) -> None:
         return causal() & window(53) & padding(real) & documents(ids)
 
     def run(q: Tensor, k: Tensor, v: Tensor, real: Tensor, ids: Tensor) -> Tensor:
-        mask, bias = settle(make_mask(real, ids), table, T=T, S=S, device=q.device, kernel=kernel, dropout=0.0)
+        mask, bias = settle(make_mask(real, ids), table, T=T, S=S, like=q, kernel=kernel, dropout=0.0)
         return attend(q, k, v, mask, bias=bias, kernel=kernel)
 
     facts = real(S, device), ids(S, device)

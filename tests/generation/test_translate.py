@@ -140,8 +140,8 @@ def test_limits() -> None:
 def test_what_is_done_leaves_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A source that is long in writing costs its own beams alone."""
     model, sizes = translator("original"), list[int]()
-    real = model.decode
-    monkeypatch.setattr(model, "decode", lambda *args, **more: sizes.append(len(args[0])) or real(*args, **more))
+    real = model.states
+    monkeypatch.setattr(model, "states", lambda *args, **more: sizes.append(len(args[0])) or real(*args, **more))
     found = translate(model, texts(13), beams=2, eos=ENDS, early_stopping=True)
     assert len({len(text) for text in found}) > 2
     assert sizes[:2] == [13, 26]  # one row a source, then one a beam

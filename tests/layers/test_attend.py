@@ -211,7 +211,7 @@ def test_settling_changes_nothing(kernel: str, name: str, kind: str) -> None:
     mask = MASKS[name].mask()
     bias, _ = make_bias(kind, MASKS[name])
     with torch.no_grad():
-        settled = settle(mask, bias, T=T, S=S, device=q.device, kernel=kernel, dropout=0.0)
+        settled = settle(mask, bias, T=T, S=S, like=q, kernel=kernel, dropout=0.0)
         ours = attend(q, k, v, settled[0], bias=settled[1], kernel=kernel)
         torch.testing.assert_close(ours, attend(q, k, v, mask, bias=bias, kernel=kernel), rtol=0, atol=0)
         weights = attention_weights(q, k, settled[0], bias=settled[1])
@@ -223,7 +223,7 @@ def test_settling_keeps_the_gradient_of_the_bias() -> None:
     bias, _ = make_bias("t5", Facts())
     assert isinstance(bias, RelativeBuckets)
     grads = []
-    for settled in (causal(), bias), settle(causal(), bias, T=T, S=S, device=q.device, kernel="fused", dropout=0.0):
+    for settled in (causal(), bias), settle(causal(), bias, T=T, S=S, like=q, kernel="fused", dropout=0.0):
         out = attend(q, k, v, settled[0], bias=settled[1], kernel="fused")
         grads += gradients(out, [bias.weight])
     torch.testing.assert_close(*grads, **TIGHT)

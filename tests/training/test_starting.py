@@ -13,7 +13,7 @@ from torch import nn
 import clearhead as ch
 from clearhead.config import Generation
 from clearhead.errors import ConfigError
-from clearhead.layers.linear import FusedLinear
+from clearhead.layers.linear import FusedLinear, Linear
 from clearhead.models import Model
 from clearhead.training.optimizers import Optimizers
 from clearhead.training.recipe import Recipe, Train
@@ -255,7 +255,7 @@ def test_lora_is_its_equation():
     """y = W x + (alpha / r) B A x, for both kinds of layer."""
     _, model = with_lora("gpt2", rank=3, alpha=5.0)
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "lora_a")]
-    assert {type(layer) for layer in layers} == {nn.Linear, FusedLinear}
+    assert {type(layer) for layer in layers} == {Linear, FusedLinear}
     for layer in layers:
         nn.init.normal_(layer.lora_b)
         x = torch.randn(2, 7, layer.weight.shape[1])

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from clearhead.config import Generation
 from clearhead.data import Tokenizer
 from clearhead.data.order import RowOrder, TokenOrder
+from clearhead.layers.linear import Packed
 from clearhead.models import Model
 from clearhead.training.losses import IGNORED, cross_entropy
 from clearhead.training.recipe import Recipe
@@ -134,6 +135,8 @@ class Objective(nn.Module):
 def token_losses(model: Any, states: Float[Tensor, "B T D"], targets: Int[Tensor, "B T"], smoothing: float) -> Losses:
     """Losses of a model that ends in a vocabulary, from its final states."""
     x, weight, bias = model.head.parts(states, model.tokens.weight)
+    if isinstance(weight, Packed):  # measured, not trained
+        weight = weight.rows(torch.arange(weight.shape[0], device=x.device))
     loss, goal, correct = cross_entropy(x, weight, targets, bias=bias, smoothing=smoothing if model.training else 0.0)
     return Losses(goal, loss, correct)
 

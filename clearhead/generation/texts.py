@@ -1,0 +1,332 @@
+"""Text in, text out, on top of ids: prompts that fit, stops that are texts, grammars, many requests in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Literal
+
+from clearhead.data.tokenizers import BYTE_PIECE, Tokenizer
+from clearhead.errors import InputError, did_you_mean
+from clearhead.generation.batches import check_least, check_shape, evaluating
+from clearhead.generation.constraints import Grammar, Schema
+from clearhead.generation.engine import BLOCK, Engine, News
+from clearhead.generation.requests import Request, Ticket, Token, n_source
+from clearhead.generation.strategies import Strategy
+from clearhead.models import Decoder, EncoderDecoder
+
+AT_ONCE = 256  # requests
+MAX_ROWS = 1024  # texts, each beam one
+BATCH_TOKENS = 16_384
+
+
+def write_texts(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    regex: str | None = None,
+    json_schema: Schema | None = None,
+    choices: Sequence[str] | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+    **options: Any,
+) -> list[str]:
+    """What a decoder writes after each prompt, in the same order; prompt i is drawn with seed + i.
+
+    A text ends before the first of the texts in `stop`. Of `regex`, `json_schema` and `choices` one may say what the text
+    must be. Further options are those of `make_request`. `batch_tokens` bounds the tokens held at once.
+    """
+    if isinstance(prompts, str):
+        raise InputError(f"prompts is one str, {prompts!r:.60}; pass a list of texts")
+    check_shape(model, "decoder")
+    options["grammar"] = make_grammar(model, tokenizer, regex=regex, json_schema=json_schema, choices=choices)
+    requests = [
+        make_request(model, tokenizer, prompt, seed=seed + place, stop=stop, **options)
+        for place, prompt in enumerate(prompts)
+    ]
+    engine = make_engine(model, requests, batch_tokens)
+    tickets = [engine.submit(request, f"prompt {place}") for place, request in enumerate(requests)]
+    streams = {id(ticket): stream_of(ticket.request, tokenizer, stop) for ticket in tickets}
+    written = dict.fromkeys(streams, "")
+    step = stepping(engine)
+    while engine.is_busy:
+        for ticket, token in step():
+            check_done(ticket)
+            stream = streams[id(ticket)]
+            written[id(ticket)] += stream.finish() if token is None else stream.push(token.id)
+            if stream.stop is not None:
+                engine.cancel(ticket)
+    return [written[id(ticket)] for ticket in tickets]
+
+
+def stream_text(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    stop: Sequence[str] = (),
+    regex: str | None = None,
+    json_schema: Schema | None = None,
+    choices: Sequence[str] | None = None,
+    **options: Any,
+) -> Iterator[str]:
+    """One prompt's text, each piece as soon as it is certain; options as in `write_texts`, whose text this is."""
+    check_shape(model, "decoder")
+    options["grammar"] = make_grammar(model, tokenizer, regex=regex, json_schema=json_schema, choices=choices)
+    request = make_request(model, tokenizer, prompt, stop=stop, **options)
+    engine = make_engine(model, [request])
+    pieces = follow(engine, engine.submit(request), stream_of(request, tokenizer, stop))
+    return (text for _, text in pieces if text)
+
+
+def make_request(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompt: str | Sequence[int],
+    *,
+    max_new_tokens: int = 64,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    truncate: Literal["left"] | None = None,
+    grammar: Grammar | None = None,
+    scored: bool = False,
+    alternatives: int = 0,
+    **options: Any,
+) -> Request:
+    """A request to go on with a text, or with ids made of one.
+
+    A prompt that leaves no room for `max_new_tokens` is an error, or with truncate="left" loses its beginning, but not its
+    bos. `options` are the fields of `Strategy`. Stops that are special tokens are the engine's; the others are left to a
+    `StoppingStream`.
+    """
+    check_least(max_new_tokens, 1, "max_new_tokens")
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    return Request(
+        prompt=fit(ids, model, max_new_tokens, truncate),
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        strategy=Strategy.of(options),
+        stop=[[tokenizer.vocab[text]] for text in check_stops(stop, tokenizer) if is_special(text, tokenizer)],
+        grammar=grammar,
+        scored=scored,
+        alternatives=alternatives,
+    )
+
+
+def fit(ids: list[int], model: Decoder, max_new_tokens: int, truncate: str | None) -> list[int]:
+    """A prompt with room after it for the new tokens."""
+    if truncate not in (None, "left"):
+        raise InputError(f"a prompt can be cut at its start only; got truncate={truncate!r}; pass 'left' or None")
+    room = model.config.max_len - max_new_tokens
+    if len(ids) <= room:
+        return ids
+    if room < 2:
+        raise InputError(
+            f"max_new_tokens={max_new_tokens} leaves no room for a prompt: the model's max_len={model.config.max_len}; "
+            f"ask for fewer"
+        )
+    if truncate is None:
+        raise InputError(
+            f"the prompt has {len(ids)} tokens, but with max_new_tokens={max_new_tokens} the model's "
+            f"max_len={model.config.max_len} leaves room for {room}; shorten it, ask for fewer, or cut its start: truncate left"
+        )
+    start = ids[:1] if ids[0] == model.generation.bos else []
+    return [*start, *ids[len(ids) - room + len(start) :]]
+
+
+def make_grammar(
+    model: Decoder | EncoderDecoder,
+    tokenizer: Tokenizer,
+    *,
+    regex: str | None = None,
+    json_schema: Schema | None = None,
+    choices: Sequence[str] | None = None,
+) -> Grammar | None:
+    """What a text must match, for this model's vocabulary and ends; None: anything."""
+    asked = {"regex": regex, "json_schema": json_schema, "choices": choices}
+    given = [name for name, value in asked.items() if value is not None]
+    if len(given) > 1:
+        raise InputError(f"a text can be asked to match one thing; got {' and '.join(given)}; leave the others out")
+    facts: dict[str, Any] = dict(vocab_size=model.config.vocab_size, ends=model.generation.eos)
+    if regex is not None:
+        return Grammar.regex(regex, tokenizer, **facts)
+    if json_schema is not None:
+        return Grammar.json_schema(json_schema, tokenizer, **facts)
+    return None if choices is None else Grammar.choice(choices, tokenizer, **facts)
+
+
+def make_engine(
+    model: Decoder | EncoderDecoder, requests: Sequence[Request], batch_tokens: int = BATCH_TOKENS
+) -> Engine:
+    """An engine for these requests, with memory for all of them or for `batch_tokens`, but at least for any of them."""
+    each = [_tokens(request) for request in requests]
+    widest, rows = (how(request.beams for request in requests) for how in (_most, sum))
+    max_tokens = max(_most(each), min(sum(each), batch_tokens))
+    return Engine(model, max_tokens=max_tokens, max_rows=max(widest, min(rows, MAX_ROWS)), prefixes=False)
+
+
+def check_stops(stops: Sequence[str], tokenizer: Tokenizer) -> list[str]:
+    """Texts that can be met in what a model writes."""
+    if isinstance(stops, str):
+        raise InputError(f"stop is one str, {stops!r:.60}; pass a list of texts")
+    for text in stops:
+        if not text:
+            raise InputError("a stop is empty, and every text would end at once; give the text to end before")
+        if is_special(text, tokenizer):
+            continue
+        if tokenizer.unk is not None and tokenizer.unk in tokenizer.encode(text, special=False):
+            names = [tokenizer.token(id) for id in tokenizer.special_ids]
+            hint = did_you_mean(text, names) if text[0] in "<[|" and names else "leave it out"
+            raise InputError(f"the stop {text!r} can not be written: the vocabulary has no tokens for it; {hint}")
+    return list(stops)
+
+
+def is_special(text: str, tokenizer: Tokenizer) -> bool:
+    """Whether this is a special token's name, which is never part of a text."""
+    return tokenizer.vocab.get(text) in tokenizer.special_ids
+
+
+def piece_name(tokenizer: Tokenizer, id: int) -> str:
+    """A token as a person reads it, with the space that it begins with; what is no text by itself, as the vocabulary has it.
+
+    A model may have more rows than its tokenizer has tokens; these have only their number.
+    """
+    try:
+        text, spelled = tokenizer.decode([id]), tokenizer.token(id)
+    except InputError:
+        return f"<{id}>"
+    if not text or "\ufffd" in text:
+        return spelled
+    return f" {text}" if spelled.startswith(("▁", " ")) and not text.startswith(" ") else text
+
+
+def stream_of(request: Request, tokenizer: Tokenizer, stops: Sequence[str]) -> StoppingStream:
+    """The stream for a request's text, which goes on from its prompt; one that matches a grammar is a text of its own."""
+    return StoppingStream(tokenizer, stops, after=() if request.grammar is not None else request.prompt)
+
+
+class StoppingStream:
+    """Ids in, text out, up to the first of some stops; `stop` is the one that was met, if one was.
+
+    All that `push` returned, then `finish()`, joined, is the text. What may turn out to be a stop's beginning waits until that
+    is known. `after` are the ids that the text goes on from: only at the very start of a text does a word lose its space.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), after: Sequence[int] = ()) -> None:
+        self._stream, self._held = tokenizer.stream(), ""
+        self._stops = [text for text in check_stops(stops, tokenizer) if not is_special(text, tokenizer)]
+        self.stop: str | None = None
+        # Any whole piece of text in front does; a lone byte would wait for others.
+        start = next((id for id in reversed(after) if _is_text(tokenizer, id)), None)
+        if start is not None:
+            self._stream.push(start)
+
+    def push(self, id: int) -> str:
+        """The text that is certain now, often one word, sometimes nothing."""
+        return "" if self.stop is not None else self._pass(self._stream.push(id))
+
+    def finish(self) -> str:
+        """What was held back."""
+        text = "" if self.stop is not None else self._pass(self._stream.finish())
+        rest, self._held = self._held, ""
+        return text + rest
+
+    def _pass(self, piece: str) -> str:
+        held = self._held + piece
+        # Of several stops the one that is complete first.
+        met = min(
+            ((held.find(stop) + len(stop), held.find(stop), stop) for stop in self._stops if stop in held), default=None
+        )
+        if met is not None:
+            _, certain, self.stop = met
+            self._held = ""
+            return held[:certain]
+        certain = len(held) - max((_overlap(held, stop) for stop in self._stops), default=0)
+        self._held = held[certain:]
+        return held[:certain]
+
+
+def _is_text(tokenizer: Tokenizer, id: int) -> bool:
+    text = tokenizer.decode([id])
+    return bool(text.strip()) and "\ufffd" not in text and not BYTE_PIECE.fullmatch(tokenizer.token(id))
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many of a text's last characters a stop may begin with."""
+    return max(n for n in range(min(len(stop), len(text) + 1)) if text.endswith(stop[:n]))
+
+
+def follow(engine: Engine, ticket: Ticket, stream: StoppingStream) -> Iterator[tuple[Token | None, str]]:
+    """Each new token of a request with the text that is certain with it; last, None with the rest.
+
+    Closed early, it cancels the request. The engine has no other request meanwhile.
+    """
+    step = stepping(engine)
+    try:
+        while not ticket.is_done:
+            for _, token in step():
+                if token is not None and stream.stop is None:
+                    yield token, stream.push(token.id)
+            if stream.stop is not None:
+                return
+        check_done(ticket)
+        yield None, stream.finish()
+    finally:
+        engine.cancel(ticket)
+
+
+def in_order(engine: Engine, requests: Iterable[Request], at_once: int = AT_ONCE) -> Iterator[Ticket]:
+    """Finished tickets in the order of their requests, each as soon as it and those before it are over.
+
+    Requests are taken `at_once` at a time, when fewer than that are under way, and handed on by length: those that are read
+    together are alike. One that takes long holds up at most four times as many behind it.
+    """
+    coming, tickets, more, step = iter(requests), deque[Ticket](), True, stepping(engine)
+    while more or tickets:
+        under_way = sum(not ticket.is_done for ticket in tickets)
+        if more and under_way < at_once and len(tickets) <= 4 * at_once:
+            chunk = list(islice(coming, at_once))
+            more = len(chunk) == at_once
+            longest_first = sorted(range(len(chunk)), key=lambda at: -_length(chunk[at]))
+            made = {at: engine.submit(chunk[at]) for at in longest_first}
+            tickets.extend(made[at] for at in range(len(chunk)))
+        while tickets and tickets[0].is_done:
+            check_done(tickets[0])
+            yield tickets.popleft()
+        if tickets:
+            step()
+
+
+def check_done(ticket: Ticket) -> None:
+    """A text that could not be written is an error here."""
+    if ticket.error is not None:
+        raise ticket.error
+
+
+def stepping(engine: Engine) -> Callable[[], News]:
+    """The engine's step, without dropout; a model that is being trained is in training again between steps."""
+    if not any(module.training for module in engine.model.modules()):
+        return engine.step
+
+    def step() -> News:
+        with evaluating(engine.model):
+            return engine.step()
+
+    return step
+
+
+def _length(request: Request) -> int:
+    return len(request.prompt) + n_source(request.source)
+
+
+def _tokens(request: Request) -> int:
+    """The most that a request may hold, with blocks that are not full."""
+    text = len(request.prompt) + 1 + request.max_new_tokens + BLOCK
+    return n_source(request.source) + BLOCK + request.beams * text
+
+
+def _most(numbers: Iterable[int]) -> int:
+    return max(numbers, default=1)

@@ -1,0 +1,203 @@
+"""native.cpp for Python: compiled on first use for the machine it runs on, kept, and called without copies.
+
+It needs a C++ compiler (`$CXX`, or g++, clang++ or c++ on the path) and the OpenMP library that torch came with, whose threads it
+shares. Where one is missing nothing breaks: `why_not` says what, and torch's own operators do the work.
+
+CLEARHEAD_NATIVE=0 turns it off. CLEARHEAD_CACHE is the folder that keeps the compiled file, ~/.cache/clearhead if not set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from jaxtyping import Int8 as Bytes
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("native.cpp")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC")
+# Apple's compiler knows OpenMP only this way.
+OPENMP = ("-Xpreprocessor", "-fopenmp") if sys.platform == "darwin" else ("-fopenmp",)
+
+POINTER, INT, FLOAT, SMALL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+SIGNATURES = {
+    "linear_f32": [POINTER] * 4 + [INT] * 3 + [SMALL],
+    "linear_int8": [POINTER] * 5 + [INT] * 3 + [SMALL],
+    "linear_int4": [POINTER] * 6 + [INT] * 3 + [SMALL],
+    "paged_attention": [POINTER] * 6 + [INT] * 10 + [FLOAT, INT, SMALL],
+    "paged_store": [POINTER] * 6 + [INT] * 11,
+}
+
+
+def is_there() -> bool:
+    return _library()[0] is not None
+
+
+def why_not() -> str | None:
+    """What keeps the kernels from being used, or None."""
+    return _library()[1]
+
+
+def linear(
+    x: Float[Tensor, "R D"], weight: Float[Tensor, "N D"], bias: Float[Tensor, " N"] | None
+) -> Float[Tensor, "R N"]:
+    """x W^T + b in float32; x and weight are contiguous."""
+    (rows, d), n = x.shape, weight.shape[0]
+    out = x.new_empty(rows, n)
+    _FUNCTIONS["linear_f32"](
+        *(x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
+        *(rows, n, d, torch.get_num_threads()),
+    )
+    return out
+
+
+def linear_int8(
+    x: Float[Tensor, "R D"], q: Bytes[Tensor, "N D"], scales: Float[Tensor, "N g"], bias: Float[Tensor, " N"] | None
+) -> Float[Tensor, "R N"]:
+    """x W^T + b in float32, with W as `quantized.Int8` holds it."""
+    (rows, d), n = x.shape, q.shape[0]
+    out = x.new_empty(rows, n)
+    _FUNCTIONS["linear_int8"](
+        *(x.data_ptr(), q.data_ptr(), scales.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
+        *(rows, n, d, torch.get_num_threads()),
+    )
+    return out
+
+
+def linear_int4(
+    x: Float[Tensor, "R D"],
+    q: UInt8[Tensor, "N half"],
+    scales: Float[Tensor, "N g"],
+    mins: Float[Tensor, "N g"],
+    bias: Float[Tensor, " N"] | None,
+) -> Float[Tensor, "R N"]:
+    """x W^T + b in float32, with W as `quantized.Int4` holds it."""
+    (rows, d), n = x.shape, q.shape[0]
+    out = x.new_empty(rows, n)
+    _FUNCTIONS["linear_int4"](
+        *(x.data_ptr(), q.data_ptr(), scales.data_ptr(), mins.data_ptr()),
+        *(None if bias is None else bias.data_ptr(), out.data_ptr()),
+        *(rows, n, d, torch.get_num_threads()),
+    )
+    return out
+
+
+def paged_attention(
+    q: Float[Tensor, "B H E"],
+    k: Float[Tensor, "n K block E"],
+    v: Float[Tensor, "n K block E"],
+    table: Int[Tensor, "B m"],
+    counts: Int[Tensor, " B"],
+    scale: float,
+    window: int = 0,
+) -> Float[Tensor, "B H E"]:
+    """Each row's query over the last `window` (0: all) of its `counts` tokens, where they lie: token p of row b in block
+    `table[b, p // block]`, slot `p % block`. A row of 0 tokens gives zeros. The last two axes of k and v are contiguous.
+    """
+    q, table, counts = q.contiguous(), table.int().contiguous(), counts.int().contiguous()
+    (B, H, E), (_, K, block, _) = q.shape, k.shape
+    out = torch.empty_like(q)
+    _FUNCTIONS["paged_attention"](
+        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), table.data_ptr(), counts.data_ptr(), out.data_ptr()),
+        *(B, H, K, E, block, table.shape[1], k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+        *(scale, window, torch.get_num_threads()),
+    )
+    return out
+
+
+def store(
+    k: Float[Tensor, "B K E"],
+    v: Float[Tensor, "B K E"],
+    pool_k: Float[Tensor, "n K block E"],
+    pool_v: Float[Tensor, "n K block E"],
+    table: Int[Tensor, "B m"],
+    positions: Int[Tensor, " B"],
+) -> None:
+    """Write each row's next token, which stands at `positions` (negative: nowhere), into its block."""
+    k, v = (x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (k, v))
+    table, positions = table.int().contiguous(), positions.int().contiguous()
+    (B, K, E), block = k.shape, pool_k.shape[2]
+    _FUNCTIONS["paged_store"](
+        *(k.data_ptr(), v.data_ptr(), pool_k.data_ptr(), pool_v.data_ptr(), table.data_ptr(), positions.data_ptr()),
+        *(B, K, E, block, table.shape[1], pool_k.stride(0), pool_k.stride(1), pool_v.stride(0), pool_v.stride(1)),
+        *(k.stride(0), v.stride(0)),
+    )
+
+
+_FUNCTIONS: dict[str, Any] = {}  # filled when the library is loaded
+_LOCK = threading.Lock()
+
+
+@functools.cache
+def _library() -> tuple[ctypes.CDLL | None, str | None]:
+    """The loaded library, or why there is none."""
+    with _LOCK:
+        if os.environ.get("CLEARHEAD_NATIVE") == "0":
+            return None, "CLEARHEAD_NATIVE=0 turns it off"
+        try:
+            library = ctypes.CDLL(str(_compiled()))
+            for name, signature in SIGNATURES.items():
+                _FUNCTIONS[name] = function = getattr(library, name)
+                function.argtypes, function.restype = signature, None
+        except (OSError, RuntimeError) as error:
+            return None, str(error)
+        return library, None
+
+
+def _compiled() -> Path:
+    """The compiled file, from the cache or made now."""
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "g++", "clang++", "c++"))), None)
+    if compiler is None:
+        raise RuntimeError("no C++ compiler was found; install g++, or name one in CXX")
+    openmp = _openmp()
+    made_of = (SOURCE.read_text(), compiler, os.stat(compiler).st_mtime_ns, openmp, FLAGS, _processor())
+    name = f"native-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
+    folder = Path(os.environ.get("CLEARHEAD_CACHE") or Path.home() / ".cache" / "clearhead")
+    if (folder / name).exists():
+        return folder / name
+    folder.mkdir(parents=True, exist_ok=True)
+    # Made aside and moved: another process finds all of it or nothing, and of two that make it the last one stays.
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        # Compiled and linked apart: -fopenmp at the link would bring the system's OpenMP beside torch's.
+        steps = (
+            [compiler, *FLAGS[:-2], FLAGS[-1], *OPENMP, "-c", str(SOURCE), "-o", f"{work}/native.o"],
+            [compiler, *FLAGS, f"{work}/native.o", str(openmp), "-o", f"{work}/{name}"],
+        )
+        for command in steps:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
+        os.replace(f"{work}/{name}", folder / name)
+    return folder / name
+
+
+def _openmp() -> Path:
+    """The OpenMP library in this process: torch's."""
+    names = ("libgomp", "libomp", "libiomp5")
+    maps = Path("/proc/self/maps")
+    loaded = {Path(line.split()[-1]) for line in maps.read_text().splitlines()} if maps.exists() else set[Path]()
+    beside = set((Path(torch.__file__).parent / "lib").glob("lib*"))
+    for path in sorted(loaded) + sorted(beside):
+        if path.name.startswith(names):
+            return path
+    raise RuntimeError("torch's OpenMP library was not found")
+
+
+def _processor() -> str:
+    """What -march=native depends on, for a home folder that several machines share."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
+    kept = [line for line in lines if line.split(":")[0].strip() in ("model name", "flags", "Features", "CPU part")]
+    return "\n".join([platform.machine(), platform.processor(), *kept])

@@ -1,0 +1,137 @@
+"""One token a row through a stack on a GPU, with kernels that do several small steps at once.
+
+A step of decoding is hundreds of operations on a few numbers each. This is `Block.forward` for every block, written with the
+kernels of layers/gpu.py: each sublayer's sum with the residual stream and the norm after it are one, and so are turning queries
+and keys and putting them in their blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from clearhead.layers.attention import MultiHeadAttention
+from clearhead.layers.block import Block
+from clearhead.layers.feedforward import ACTIVATIONS, FeedForward
+from clearhead.layers.linear import has_triton, is_bare, linear
+from clearhead.layers.masks import Mask, Pages
+from clearhead.layers.norm import RMSNorm
+from clearhead.layers.pages import AnyCache, PagedCache, PagedLayer
+from clearhead.layers.positions import Angles, Bias
+
+
+def fits(blocks: Sequence[Block], x: Tensor, mask: Mask, bias: Bias | None, cache: AnyCache | None) -> bool:
+    """Whether this step can go this way: one token a row, keys in blocks, and nobody who looks on."""
+    return (
+        x.is_cuda
+        and x.shape[1] == 1
+        and isinstance(cache, PagedCache)
+        and mask.pages is not None
+        and bias is None
+        and mask.dense is None
+        and not torch.is_grad_enabled()
+        and is_bare(x)
+        and has_triton()
+        and all(isinstance(norm, RMSNorm | nn.LayerNorm) for block in blocks for norm in _norms(block))
+        and not any(watched for block in blocks for watched in _watched(block))
+    )
+
+
+def run(
+    blocks: Sequence[Block],
+    last: nn.Module,
+    x: Float[Tensor, "B 1 D"],
+    mask: Mask,
+    angles: Angles | None,
+    cache: PagedCache,
+) -> Float[Tensor, "B 1 D"]:
+    """From embeddings to final states; `last` is the norm after the last block, if blocks norm first."""
+    norm_first, pages = blocks[0].norm_first, mask.pages
+    assert pages is not None
+    turns = None if angles is None else (angles[0][:, 0, 0], angles[1][:, 0, 0])
+    norms = [norm for block in blocks for norm in _norms(block)]
+    after = [*norms[1:], last] if norm_first else norms
+    stream = x[:, 0].contiguous()
+    y = norms[0](stream) if norm_first else stream
+    at = 0
+    for block, layer in zip(blocks, cache.layers, strict=True):
+        stream, y = _add(_attend(block.attention, y, layer, pages, turns, mask.window), stream, after[at], norm_first)
+        at += 1
+        if block.cross is not None:
+            assert cache.source is not None
+            stream, y = _add(_look(block.cross, y, layer, cache.source), stream, after[at], norm_first)
+            at += 1
+        stream, y = _add(_think(block.feedforward, y), stream, after[at], norm_first)
+        at += 1
+    return y[:, None]
+
+
+def _add(out: Tensor, stream: Tensor, norm: nn.Module, norm_first: bool) -> tuple[Tensor, Tensor]:
+    """What a sublayer says joins the stream; the stream, and what the next sublayer hears."""
+    from clearhead.layers.gpu import add_norm
+
+    assert isinstance(norm, RMSNorm | nn.LayerNorm)
+    is_rms = isinstance(norm, RMSNorm)
+    eps = norm.eps if norm.eps is not None else torch.finfo(out.dtype).eps
+    total, normed = add_norm(out, stream, norm.weight, None if is_rms else norm.bias, eps, "rms" if is_rms else "layer")
+    return (total if norm_first else normed), normed
+
+
+def _attend(
+    attention: MultiHeadAttention,
+    y: Float[Tensor, "B D"],
+    layer: PagedLayer,
+    pages: Pages,
+    turns: tuple[Tensor, Tensor] | None,
+    window: int,
+) -> Float[Tensor, "B D"]:
+    from clearhead.layers.gpu import paged_attention, rotate_store, store
+
+    q, k, v = (part.unflatten(-1, (-1, attention.d_head)) for part in attention.qkv(y))
+    q, k = attention.q_norm(q), attention.k_norm(k)
+    call = layer.call
+    if turns is None:
+        store(k, v, layer.k, layer.v, call.table, call.counts)
+    else:
+        q = rotate_store(q, k, v, *turns, layer.k, layer.v, call.table, call.counts)
+    out = paged_attention(q, layer.k, layer.v, pages.table, pages.counts, _scale(attention), window)
+    return attention.o_proj(out.flatten(1))
+
+
+def _look(
+    attention: MultiHeadAttention, y: Float[Tensor, "B D"], layer: PagedLayer, source: Pages
+) -> Float[Tensor, "B D"]:
+    from clearhead.layers.gpu import paged_attention
+
+    q = attention.q_norm(attention.q_proj(y).unflatten(-1, (-1, attention.d_head)))
+    out = paged_attention(q, layer.k, layer.v, source.table, source.counts, _scale(attention), 0)
+    return attention.o_proj(out.flatten(1))
+
+
+def _think(feedforward: FeedForward, y: Float[Tensor, "B D"]) -> Float[Tensor, "B D"]:
+    from clearhead.layers.gpu import gated
+
+    if feedforward.gated:
+        both = feedforward.gate_up
+        return feedforward.down(gated(linear(y, both.weight, both.whole_bias()), feedforward.activation))
+    return feedforward.down(ACTIVATIONS[feedforward.activation](feedforward.up(y)))
+
+
+def _scale(attention: MultiHeadAttention) -> float:
+    return 1 / math.sqrt(attention.d_head) if attention.heads.scale is None else attention.heads.scale
+
+
+def _norms(block: Block) -> list[nn.Module]:
+    """In the order of the sublayers."""
+    return [norm for norm in (block.attention_norm, block.cross_norm, block.feedforward_norm) if norm is not None]
+
+
+def _watched(block: Block) -> list[bool]:
+    """Whether somebody hooked into the places that this way does not pass."""
+    inner = [block, block.attention, block.attention.heads, block.feedforward, block.feedforward.down]
+    inner += [] if block.cross is None else [block.cross, block.cross.heads]
+    return [bool(module._forward_hooks or module._forward_pre_hooks) for module in inner]  # pyright: ignore[reportPrivateUsage]
