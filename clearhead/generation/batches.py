@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -69,9 +71,33 @@ def pad(rows: Ids, device: torch.device) -> tuple[Int[Tensor, "B T"], Bool[Tenso
 def send(array: NDArray[Any], device: torch.device) -> Tensor:
     """To the device, without waiting for what it is doing."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    return _staging(device).send(tensor) if device.type == "cuda" else tensor.to(device)
+
+
+class Staging:
+    """Pinned memory, from which a GPU copies while the CPU goes on; each piece is used again when its copy is over."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pieces: dict[int, deque[tuple[Tensor, torch.cuda.Event]]] = {}  # by size, the longest unused first
+
+    def send(self, tensor: Tensor) -> Tensor:
+        size = 1 << max(tensor.nbytes - 1, 1).bit_length()
+        pieces = self.pieces.setdefault(size, deque())
+        if pieces and pieces[0][1].query():
+            piece, copied = pieces.popleft()
+        else:
+            piece, copied = torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
+        held = piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        sent = held.copy_(tensor).to(self.device, non_blocking=True)
+        copied.record(torch.cuda.current_stream(self.device))
+        pieces.append((piece, copied))
+        return sent
+
+
+@functools.cache
+def _staging(device: torch.device) -> Staging:
+    return Staging(device)
 
 
 @contextmanager

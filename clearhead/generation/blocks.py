@@ -88,12 +88,12 @@ class Blocks:
             self.kept |= {block: self.names[block] for block in reversed(blocks.tolist()) if block in leaving}
         self._give_back(gone[~np.array(known)] if known else gone)
 
-    def leave(self, holder: int) -> None:
-        """Nothing more is promised to this one, and what others still share is not his."""
-        self.owner[self.owner == holder] = NOBODY
-        self.promised -= int(self.left[holder])
-        self.left[holder] = 0
-        self.open.append(holder)
+    def leave(self, holders: Sequence[int]) -> None:
+        """Nothing more is promised to these, and what others still share is not theirs."""
+        self.owner[np.isin(self.owner, holders)] = NOBODY
+        self.promised -= int(self.left[list(holders)].sum())
+        self.left[list(holders)] = 0
+        self.open += holders
 
     def find(self, tokens: Sequence[int]) -> list[int]:
         """Blocks that hold this beginning, without taking them: as many whole ones as are known."""

@@ -110,6 +110,8 @@ class Engine:
         self.launches: deque[Launch] = deque()
         self.shapers: dict[str, Shaper] = {}
         self.names: set[str] = set()
+        self.changed: list[Ticket] = []  # since the last step was told
+        self.has_left = False  # whether there is something to sweep
         self.n_steps = 0
 
     def _count_blocks(self) -> int:
@@ -159,26 +161,35 @@ class Engine:
 
     def step(self) -> News:
         """One step for all. Returns each new token with its ticket, and None with each ticket that is over."""
+        self._step()
         news: News = []
+        for ticket in dict.fromkeys(self.changed):
+            news += [(ticket, ticket.token(at)) for at in range(ticket.n_told, ticket.n_shown)]
+            ticket.n_told = ticket.n_shown
+            news += [(ticket, None)] if ticket.is_done else []
+        self.changed.clear()
+        return news
+
+    def _step(self) -> None:
         self.n_steps += 1
         with evaluating(self.model) if self.model.training else torch.no_grad():
             self._sweep()
             self._admit()
-            self._read(news)
+            self._read()
             ahead = self.is_gpu and all(member.is_blind for member in self.running)
-            self._receive(news, self.n_steps - ahead)
+            self._receive(self.n_steps - ahead)
             self._sweep()
             if self.running:
-                self._write(news)
-            self._receive(news, self.n_steps - (ahead and bool(self.running)))
+                self._write()
+            self._receive(self.n_steps - (ahead and bool(self.running)))
             self._sweep()
-        return news
 
     def run(self) -> None:
         """Until everything is written."""
         with evaluating(self.model):
             while self.is_busy:
-                self.step()
+                self._step()
+                self.changed.clear()
 
     # Coming and going.
 
@@ -214,69 +225,74 @@ class Engine:
             n_rows += request.beams
             self.blocks.hold(known)
             member = Member(ticket, prompt, shaper, self.blocks.admit(need))
-            member.source = self._take(member, -(-member.n_source // BLOCK))
-            member.row = np.array([*known, *self._take(member, -(-len(prompt) // BLOCK) - len(known))], np.int32)
+            n_source_blocks, n_new = -(-member.n_source // BLOCK), -(-len(prompt) // BLOCK) - len(known)
+            taken = self.blocks.take([member.holder] * (n_source_blocks + n_new))
+            member.source, fresh = taken[:n_source_blocks], taken[n_source_blocks:]
+            member.row = np.concatenate([np.array(known, np.int32), fresh])
             member.n_read = ticket.n_cached = len(known) * BLOCK
             self.reading.append(member)
 
-    def _take(self, member: Member, n: int) -> NDArray[np.int32]:
-        return self.blocks.take([member.holder] * n)
-
     def _end(self, ticket: Ticket, reason: Reason) -> None:
         ticket.reason = reason
+        self.has_left = True
+        self.changed.append(ticket)
         if ticket.request.name is not None:
             self.names.discard(ticket.request.name)
 
-    def _fail(self, ticket: Ticket, news: News) -> None:
+    def _fail(self, ticket: Ticket) -> None:
         """It can not go on; the others can."""
         ticket.error = InputError(
-            f"a text can not go on after {len(ticket.tokens)} tokens: no token has a score; got NaN logits, or a strategy or "
+            f"a text can not go on after {ticket.n_shown} tokens: no token has a score; got NaN logits, or a strategy or "
             f"grammar that forbids every token ({ticket.request.strategy}); look at the weights, or loosen one"
         )
         self._end(ticket, "failed")
-        news.append((ticket, None))
 
     def _sweep(self) -> None:
         """What is over leaves the batch, and its blocks are free."""
-        for member in self.reading:
-            if member.ticket.is_done:
-                self._free(member, member.row[None], member.n_read)
-        self.reading = [member for member in self.reading if not member.ticket.is_done]
-        stays = [not member.ticket.is_done and member.n_asked < member.limit for member in self.running]
-        if all(stays):
+        if not self.has_left:
             return
+        self.has_left = False
+        gone = [(member, member.row[None], member.n_read) for member in self.reading if member.ticket.is_done]
+        self.reading = [member for member in self.reading if not member.ticket.is_done]
         keep: list[int] = []
-        for member, first, stay in zip(self.running, self._firsts(self.running), stays, strict=True):
+        stay: list[Member] = []
+        for member, first in zip(self.running, self._firsts(self.running), strict=True):
             rows = range(first, first + member.width)
-            if stay:
-                keep += rows
+            if member.ticket.is_done or member.n_asked >= member.limit:
+                table, counts = self.runner.table, self.runner.counts
+                gone.append((member, table[rows.start : rows.stop], int(counts[first])))
             else:
-                self._free(member, self.runner.table[rows.start : rows.stop], int(self.runner.counts[first]))
-        for search, beams in list(self.searches.items()):
-            beams.keep([row for row, ticket in enumerate(beams.tickets) if not ticket.is_done])
-            if not beams.tickets:
-                del self.searches[search]
-        self.running = [member for member, stay in zip(self.running, stays, strict=True) if stay]
-        self.runner.keep(keep)
-        self.groups = None
+                keep += rows
+                stay.append(member)
+        self._free(gone)
+        if len(stay) < len(self.running):
+            for search, beams in list(self.searches.items()):
+                beams.keep([row for row, ticket in enumerate(beams.tickets) if not ticket.is_done])
+                if not beams.tickets:
+                    del self.searches[search]
+            self.running, self.groups = stay, None
+            self.runner.keep(keep)
 
     def _firsts(self, members: Sequence[Member]) -> list[int]:
         """The first row of each."""
-        ends = np.cumsum([member.width for member in members])
-        return [0, *ends[:-1].tolist()]
+        ends = np.cumsum([0, *(member.width for member in members)])
+        return ends[:-1].tolist()
 
-    def _free(self, member: Member, rows: NDArray[np.int32], n_held: int) -> None:
-        """Its blocks back; whole ones whose tokens are known stay to be found, until their room is needed."""
-        if member.width == 1:
-            known = [*member.prompt, *(token.id for token in member.written)][:n_held]
-            self.blocks.remember(known, rows[0].tolist())
-        for blocks in (rows.ravel(), member.source):
+    def _free(self, gone: list[tuple[Member, NDArray[np.int32], int]]) -> None:
+        """Their blocks back; whole ones whose tokens are known stay to be found, until their room is needed."""
+        held: list[NDArray[np.int32]] = []
+        for member, rows, n_held in gone:
+            if member.width == 1 and self.blocks.keep_beginnings:
+                self.blocks.remember([*member.prompt, *member.ticket.written][:n_held], rows[0].tolist())
+            held += [rows.ravel(), member.source]
+        if held:
+            blocks = np.concatenate(held)
             self.blocks.release(blocks[blocks > 0])
-        self.blocks.leave(member.holder)
+            self.blocks.leave([member.holder for member, _, _ in gone])
 
     # Reading prompts.
 
-    def _read(self, news: News) -> None:
+    def _read(self) -> None:
         """A piece of the prompts that wait, in order, at most `prefill_tokens` in all."""
         budget = self.prefill_tokens
         while self.reading and budget > 0:
@@ -288,7 +304,7 @@ class Engine:
                 member.n_read += min(member.n_left, T)
             self.reading = [member for member in self.reading if member.n_left]
             if batch[0].n_left == 0:
-                self._start(batch, logits, news)
+                self._start(batch, logits)
 
     def _readers(self, budget: int) -> list[Member]:
         """Prompts to read together: whole ones about as long as the first in order, or a piece of that one alone."""
@@ -305,7 +321,7 @@ class Engine:
                 longest = T
         return batch
 
-    def _start(self, members: list[Member], logits: Float[Tensor, "B V"], news: News) -> None:
+    def _start(self, members: list[Member], logits: Float[Tensor, "B V"]) -> None:
         """Prompts were read: their rows join the batch, and their first tokens are chosen."""
         for member in members:
             if member.width == 1:
@@ -330,12 +346,12 @@ class Engine:
             joined = [members[at] for at in places]
             dtype = torch.promote_types(logits.dtype, torch.float32)
             beams = Beams(search, [m.ticket for m in joined], [m.prompt for m in joined], dtype)
-            self._extend(beams, joined, [firsts[at] for at in places], logits, first, news)
+            self._extend(beams, joined, [firsts[at] for at in places], logits, first)
             self.searches[search] = self.searches[search].merge(beams) if search in self.searches else beams
 
     # Writing.
 
-    def _write(self, news: News) -> None:
+    def _write(self) -> None:
         """One token for every row."""
         self._make_room()
         logits = self.runner.write()
@@ -347,7 +363,7 @@ class Engine:
         members = {id(member.ticket): member for member in self.running}
         for beams in self.searches.values():
             those = [members[id(ticket)] for ticket in beams.tickets]
-            self._extend(beams, those, [places[id(ticket)] for ticket in beams.tickets], logits, 0, news)
+            self._extend(beams, those, [places[id(ticket)] for ticket in beams.tickets], logits, 0)
 
     def _make_room(self) -> None:
         """A block for each row's next token: a new one, or its own copy of one that others share."""
@@ -404,7 +420,7 @@ class Engine:
             steps = send(np.array([member.n_asked for member in members]), self.device)
             history = None
             if shaper.looks_back:
-                history = lay_out([[*m.prompt, *(t.id for t in m.written)] for m in members], self.device)
+                history = lay_out([[*m.prompt, *m.ticket.written] for m in members], self.device)
             shaped = shaper(widen(logits), history, group.n_prompt, steps, group.limits)
             if bound:
                 shaped = shaped.masked_fill(~self._allowed(members), -math.inf)
@@ -415,6 +431,7 @@ class Engine:
             alternatives = tuple(log_probs.topk(group.alternatives)) if group.alternatives else None
         for member in members:
             member.n_asked += 1
+            self.has_left |= member.n_asked >= member.limit
         self.launches.append(Launch(self.n_steps, members, Parcel(tokens, scores, alternatives)))
 
     def _allowed(self, members: Sequence[Member]) -> Bool[Tensor, "n V"]:
@@ -429,47 +446,50 @@ class Engine:
                     rows.append(~everything)
         return torch.stack(rows).to(self.device)
 
-    def _receive(self, news: News, until: int) -> None:
+    def _receive(self, until: int) -> None:
         """Tokens asked for up to this step: they join their texts."""
         while self.launches and self.launches[0].step <= until:
             launch = self.launches.popleft()
-            for member, token in zip(launch.members, launch.parcel.open(), strict=True):
-                if not member.ticket.is_done:
-                    self._add(member, token, news)
+            for member, id, score, others in zip(launch.members, *launch.parcel.open(), strict=True):
+                ticket = member.ticket
+                if ticket.reason is None:
+                    if score is not None:
+                        ticket.scores.append(score)
+                    if others is not None:
+                        ticket.alternatives.append(others)
+                    self._add(member, id)
 
-    def _add(self, member: Member, token: Token, news: News) -> None:
+    def _add(self, member: Member, id: int) -> None:
         """One more token of a text, and whether it ends it."""
-        ticket, request, written = member.ticket, member.ticket.request, member.written
+        ticket, request = member.ticket, member.ticket.request
+        written = ticket.written
         is_whole = False
         if member.constraints and (constraint := member.constraints[0]) is not None:
             try:
-                constraint.push(token.id)
+                constraint.push(id)
                 is_whole = constraint.is_done
             except InputError:  # it was chosen where nothing was left to choose from
-                self._fail(ticket, news)
+                self._fail(ticket)
                 return
-        written.append(token)
+        written.append(id)
+        self.changed.append(ticket)
         reason: Reason | None = None
         held = 0  # tokens at the end that are not, or not yet, the text's
-        if token.id in member.shaper.ends:
+        if id in member.shaper.ends:
             reason, held = "end", 1
         elif request.stop:
-            ids = [each.id for each in written]
-            held = max((len(stop) for stop in request.stop if ids[-len(stop) :] == list(stop)), default=0)
+            held = max((len(stop) for stop in request.stop if written[-len(stop) :] == list(stop)), default=0)
             reason = "stop" if held else None
-            held = held or max(_overlap(ids, stop) for stop in request.stop)
+            held = held or max(_overlap(written, stop) for stop in request.stop)
         if reason is None and (is_whole or len(written) == member.limit):
             reason, held = "end" if is_whole else "length", 0
-        shown = len(ticket.tokens)
-        ticket.tokens += written[shown : max(shown, len(written) - held)]
-        news += [(ticket, each) for each in ticket.tokens[shown:]]
+        ticket.n_shown = max(ticket.n_shown, len(written) - held)
         if reason is not None:
-            total = sum(each.score for each in written)
+            total = sum(ticket.scores) if ticket.scores else math.nan
             if isinstance(self.model, EncoderDecoder):
                 total /= len(written) ** request.length_penalty
             ticket.hypotheses = [Hypothesis(ticket.ids, total, reason != "length")]
             self._end(ticket, reason)
-            news.append((ticket, None))
 
     def _extend(
         self,
@@ -478,7 +498,6 @@ class Engine:
         firsts: Sequence[int],
         logits: Float[Tensor, "n V"],
         first: int,
-        news: News,
     ) -> None:
         """One step of searches: beams go on from each other's texts, sharing the blocks that hold them."""
         K, runner = beams.search.beams, self.runner
@@ -500,6 +519,7 @@ class Engine:
             runner.is_stale = True
         for place, member in enumerate(members):
             member.n_asked += 1
+            self.has_left |= member.n_asked >= member.limit
             if member.constraints:
                 alive = (beams.scores[place] > -math.inf).tolist()
                 self._follow(member, tokens[place].tolist(), parents[place].tolist(), alive)
@@ -507,11 +527,11 @@ class Engine:
                 ticket = member.ticket
                 ticket.hypotheses = beams.done[place][: ticket.request.n_best]
                 if not ticket.hypotheses:
-                    self._fail(ticket, news)
+                    self._fail(ticket)
                     continue
-                ticket.tokens = [Token(id) for id in ticket.hypotheses[0].tokens]
+                ticket.written = ticket.hypotheses[0].tokens
+                ticket.n_shown = len(ticket.written)
                 self._end(ticket, "end" if ticket.hypotheses[0].finished else "length")
-                news += [*((ticket, token) for token in ticket.tokens), (ticket, None)]
 
     def _follow(self, member: Member, tokens: list[int], parents: list[int], alive: list[int]) -> None:
         """Each beam's grammar goes where the beam went."""

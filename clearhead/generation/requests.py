@@ -76,7 +76,11 @@ class Ticket:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.tokens: list[Token] = []  # shown: neither what ended the text nor what may turn out to
+        self.written: list[int] = []
+        self.scores: list[float] = []  # their log-probabilities, if asked for
+        self.alternatives: list[tuple[tuple[int, float], ...]] = []
+        self.n_shown = 0  # the first of these are the text: neither what ended it nor what may turn out to
+        self.n_told = 0  # of those, the first were told by `Engine.step`
         self.hypotheses: list[Hypothesis] = []  # once it is over
         self.trace: list[Any] = []
         self.reason: Reason | None = None
@@ -90,7 +94,15 @@ class Ticket:
 
     @property
     def ids(self) -> list[int]:
-        return [token.id for token in self.tokens]
+        return self.written[: self.n_shown]
+
+    @property
+    def tokens(self) -> list[Token]:
+        return [self.token(at) for at in range(self.n_shown)]
+
+    def token(self, at: int) -> Token:
+        score = self.scores[at] if self.scores else math.nan
+        return Token(self.written[at], score, self.alternatives[at] if self.alternatives else ())
 
 
 def check_request(request: Request, model: Decoder | EncoderDecoder, what: str = "prompt") -> list[int]:

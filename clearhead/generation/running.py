@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -13,8 +12,9 @@ from torch import Tensor
 
 from clearhead.generation.batches import pad, send
 from clearhead.generation.constraints import Constraint
-from clearhead.generation.requests import Ticket, Token, n_source
+from clearhead.generation.requests import Ticket, n_source
 from clearhead.generation.strategies import Shaper
+from clearhead.layers.linear import recording
 from clearhead.layers.masks import Mask, Pages
 from clearhead.layers.pages import PagedCache, Pool
 from clearhead.models import Decoder, EncoderDecoder
@@ -34,8 +34,7 @@ class Member:
         self.source: Numbers = np.zeros(0, np.int32)
         self.n_source = n_source(request.source)
         self.n_read = 0  # of the prompt
-        self.n_asked = 0  # tokens asked of the model; `written` are those that have arrived
-        self.written: list[Token] = []
+        self.n_asked = 0  # tokens asked of the model; the ticket holds those that have arrived
         # One a row; None for a beam that is not alive.
         self.constraints: list[Constraint | None] = [] if request.grammar is None else [request.grammar.start()]
 
@@ -243,7 +242,7 @@ class Recordings:
         # back, and the keys and values that it writes are those that the replay writes again.
         stream, live, tokens = torch.cuda.Stream(self.runner.device), self.live.clone(), self.runner.tokens.clone()
         stream.wait_stream(torch.cuda.current_stream(self.runner.device))
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), recording:
             self.live.zero_()
             for _ in range(2):
                 self._step(size)
@@ -251,7 +250,7 @@ class Recordings:
             self.runner.tokens.copy_(tokens)
         torch.cuda.current_stream(self.runner.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.memory, stream=stream):
+        with torch.cuda.graph(graph, pool=self.memory, stream=stream), recording:
             logits = self._step(size)
         return graph, logits
 
@@ -270,15 +269,14 @@ class Parcel:
             self.arrival.record()
         self.parts = each
 
-    def open(self) -> list[Token]:
+    def open(self) -> tuple[list[int], Sequence[float | None], Sequence[tuple[tuple[int, float], ...] | None]]:
         if self.arrival is not None:
             self.arrival.synchronize()
         ids, *rest = (part.tolist() for part in self.parts)
-        scores = rest[0] if self.has_scores else [math.nan] * len(ids)
-        others: list[tuple[tuple[int, float], ...]] = [()] * len(ids)
-        if self.has_others:
-            others = [tuple(zip(*pair, strict=True)) for pair in zip(rest[2], rest[1], strict=True)]
-        return [Token(*each) for each in zip(ids, scores, others, strict=True)]
+        nothing = [None] * len(ids)
+        if not self.has_others:
+            return ids, (rest[0] if self.has_scores else nothing), nothing
+        return ids, rest[0], [tuple(zip(*pair, strict=True)) for pair in zip(rest[2], rest[1], strict=True)]
 
 
 def _size(n: int, most: int) -> int:

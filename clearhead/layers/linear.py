@@ -48,7 +48,7 @@ def linear(
         return F.linear(x, weight, bias)
     n_rows = x.numel() // x.shape[-1]
     if x.is_cuda:
-        if 0 < n_rows <= CUDA_ROWS and has_triton():
+        if 0 < n_rows <= CUDA_ROWS and recording.is_on and has_triton():
             from clearhead.layers import gpu
 
             return gpu.linear(flat(x), weight, bias).view(*x.shape[:-1], -1)
@@ -82,6 +82,21 @@ def is_bare(*tensors: Tensor) -> bool:
         and not dispatch_modes()  # counters of FLOPs, fake tensors
         and peek_interpreter_stack() is None  # vmap  # pyright: ignore[reportUnnecessaryComparison]
     )
+
+
+class Recording:
+    """Whether a CUDA graph is being recorded. Starting a kernel of ours takes longer than torch's: it pays where it is replayed."""
+
+    is_on = False
+
+    def __enter__(self) -> None:
+        self.is_on = True
+
+    def __exit__(self, *_: object) -> None:
+        self.is_on = False
+
+
+recording = Recording()
 
 
 @functools.cache

@@ -41,7 +41,9 @@ def cross_entropy(
     if torch.is_autocast_enabled(device):  # the product runs in autocast's type, as F.linear would
         dtype = torch.get_autocast_dtype(device)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return _CrossEntropy.apply(x.flatten(0, -2), weight, bias, targets.flatten(), smoothing, rows, wanted)  # type: ignore[no-any-return]
+    asked = x.flatten(0, -2), weight, bias, targets.flatten(), smoothing, rows, wanted
+    goal, correct, *plain = _CrossEntropy.apply(*asked)  # type: ignore[misc]
+    return (plain[0] if smoothing else goal.detach()), goal, correct
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -55,35 +57,37 @@ class _CrossEntropy(torch.autograd.Function):
         smoothing: float,
         rows: int,
         wanted: tuple[bool, bool, bool],
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         exact = torch.promote_types(x.dtype, torch.float32)
-        plain, smoothed = x.new_zeros((), dtype=exact), x.new_zeros((), dtype=exact)
-        correct = torch.zeros((), dtype=torch.int64, device=x.device)
-        grad_x = torch.empty_like(x) if wanted[0] else None
-        # Sums over chunks keep their precision.
-        grad_weight = torch.zeros_like(weight, dtype=exact) if wanted[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and wanted[2] else None
-        for start in range(0, len(x), rows):
+        totals: list[Tensor] = []
+        grads_x: list[Tensor] = []
+        grad_weight: Tensor | None = None
+        grad_bias: Tensor | None = None
+        # Nothing is written into a tensor twice: torch 2.11's compiler loses what is, where a tensor is saved for backward.
+        for start in range(0, max(len(x), 1), rows):
             part, target = x[start : start + rows], targets[start : start + rows]
             logits = F.linear(part, weight, bias)
-            losses = chunk_losses(logits, target, smoothing)
-            plain += losses[0]
-            smoothed += losses[1]
-            correct += losses[2]
+            *losses, log_sum = chunk_losses(logits, target, smoothing)
+            totals = losses if not totals else [total + loss for total, loss in zip(totals, losses, strict=True)]
             if any(wanted):
-                grad = chunk_gradient(logits, target, smoothing, losses[3])
-                if grad_x is not None:
-                    grad_x[start : start + rows] = grad @ weight
-                if grad_weight is not None:
-                    grad_weight += grad.T @ part
-                if grad_bias is not None:
-                    grad_bias += grad.sum(0, dtype=exact)
+                grad = chunk_gradient(logits, target, smoothing, log_sum)
+                if wanted[0]:
+                    grads_x.append(grad @ weight)
+                if wanted[1]:  # sums over chunks keep their precision
+                    of_chunk = (grad.T @ part).to(exact)
+                    grad_weight = of_chunk if grad_weight is None else grad_weight + of_chunk
+                if bias is not None and wanted[2]:
+                    of_chunk = grad.sum(0, dtype=exact)
+                    grad_bias = of_chunk if grad_bias is None else grad_bias + of_chunk
+        grad_x = None if not wanted[0] else grads_x[0] if len(grads_x) == 1 else torch.cat(grads_x)
+        plain, smoothed, correct = totals
         ctx.save_for_backward(grad_x, grad_weight, grad_bias)
         ctx.dtype = weight.dtype
-        return plain, smoothed, correct
+        # Without smoothing both losses are one number, and a function does not return one tensor twice.
+        return (smoothed, correct, plain) if smoothing else (smoothed, correct)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor, grad: Tensor, __: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, bias = ctx.saved_tensors
         return (
             None if x is None else x * grad.to(x.dtype),
@@ -118,7 +122,7 @@ def chunk_gradient(
     real: Bool[Tensor, "n 1"] = (targets != IGNORED)[:, None]
     grad = torch.exp(logits.to(log_sum.dtype) - log_sum[:, None])
     if smoothing:
-        grad -= smoothing / logits.shape[-1]
+        grad = grad - smoothing / logits.shape[-1]
     hit = torch.full_like(targets, -1, dtype=grad.dtype) * (1 - smoothing)
-    grad.scatter_add_(1, targets.clamp(min=0)[:, None], hit[:, None])
-    return grad.masked_fill_(~real, 0.0).to(logits.dtype)
+    grad = grad.scatter_add(1, targets.clamp(min=0)[:, None], hit[:, None])
+    return grad.masked_fill(~real, 0.0).to(logits.dtype)

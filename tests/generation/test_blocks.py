@@ -146,7 +146,7 @@ def leave(blocks: Blocks, plain: Plain, rng: random.Random) -> None:
         plain.remember(holder.tokens, holder.rows[0])
     gone, holder.rows = flat(holder.rows), []
     blocks.release(np.array(gone, np.int32))
-    blocks.leave(holder.number)
+    blocks.leave([holder.number])
     plain.drop(gone)
     plain.holders.remove(holder)
 
@@ -182,13 +182,13 @@ def test_a_beginning_goes_last() -> None:
         row = blocks.take([holder] * 5)[np.array(rng.sample(range(5), 5))]
         blocks.remember(tokens, row.tolist())
         blocks.release(row)
-        blocks.leave(holder)
+        blocks.leave([holder])
         n = rng.randint(1, 3)
         holder = blocks.admit(3 + n)
         taken = blocks.take([holder] * (3 + n))  # three were free
         assert blocks.find(tokens) == row[: 4 - n].tolist()
         blocks.release(taken)
-        blocks.leave(holder)
+        blocks.leave([holder])
 
 
 def test_nothing_is_known_unless_kept() -> None:
@@ -197,7 +197,7 @@ def test_nothing_is_known_unless_kept() -> None:
     row = blocks.take([holder] * 2)
     blocks.remember([1, 2, 3, 4, 5, 6], row.tolist())
     blocks.release(row)
-    blocks.leave(holder)
+    blocks.leave([holder])
     assert blocks.find([1, 2, 3, 4, 5, 6, 7]) == []
     assert not blocks.kept
     assert blocks.n_free == 7
