@@ -20,9 +20,10 @@ from clearhead.checkpoint.hub import download
 from clearhead.checkpoint.names import Match, expand, matches_any, pair_up, read_all
 from clearhead.checkpoint.sentences import read_modules
 from clearhead.config import Config, Generation
-from clearhead.errors import CheckpointError, ConfigError, did_you_mean
+from clearhead.errors import CheckpointError, ConfigError, InputError, did_you_mean
 from clearhead.families import PAGES, page_of
 from clearhead.families.reading import Keys
+from clearhead.layers import quantized
 from clearhead.models import Model, build
 from clearhead.models.pictures import resize_pictures
 
@@ -36,13 +37,17 @@ def load(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     image_size: int | None = None,
+    quantize: str | None = None,
 ) -> Model:
     """The model at `path`, in eval mode.
 
     `path` is a folder of ours, a Hugging Face folder, a name on its hub, a .gguf file, llama2.c's .bin or OpenAI's Whisper .pt.
     Weights go straight to `device` and `dtype`: by default the CPU, and the type they are stored in (float32 for quantised ones).
-    `image_size` is for models of pictures: their positions are interpolated to pictures of that size.
+    `image_size` is for models of pictures: their positions are interpolated to pictures of that size. `quantize`, "int8" or
+    "int4", holds the weights in fewer bits, for running only.
     """
+    if quantize not in (None, "int8", "int4"):
+        raise InputError(f"quantize={quantize!r} is not known; {did_you_mean(quantize, ['int8', 'int4'])}")
     found = describe(Path(path) if Path(path).exists() else download(str(path)))
     try:
         model = build(found.config, device="meta", dtype=dtype or common_dtype(found.weights))
@@ -63,7 +68,8 @@ def load(
     model.generation = found.generation
     spare = found.weights.shapes.keys() - {pairing.key for pairing in pairings}
     model.extras = {key: found.weights.read(key) for key in sorted(spare) if matches_any(key, found.extras)}
-    return (model if image_size is None else resize_pictures(model, image_size)).eval()
+    model = (model if image_size is None else resize_pictures(model, image_size)).eval()
+    return model if quantize is None else quantized.quantize(model, quantize)
 
 
 def describe(path: Path) -> Found:

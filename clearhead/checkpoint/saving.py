@@ -27,6 +27,7 @@ from clearhead.checkpoint.sentences import write_modules
 from clearhead.config import Config, Generation
 from clearhead.errors import CheckpointError, did_you_mean
 from clearhead.families import PAGES
+from clearhead.layers.linear import Packed
 from clearhead.models import Model
 from clearhead.version import __version__
 
@@ -42,6 +43,8 @@ def save(
     """
     if format not in ("clearhead", "hf"):
         raise CheckpointError(f"format={format!r} is not known; {did_you_mean(str(format), ['clearhead', 'hf'])}")
+    if any(isinstance(module, Packed) for module in model.modules()):
+        raise CheckpointError("a quantised model is for running and is not saved; save the model it was made from")
     files, state = _ours(model) if format == "clearhead" else _hugging_face(model)
     path = Path(path)
     if path.exists() and not path.is_dir():

@@ -57,7 +57,8 @@ def run(
     lines = read_lines(file)
     from clearhead.data import load_tokenizer
     from clearhead.generation import Request
-    from clearhead.generation.texts import in_order, make_engine
+    from clearhead.generation.driving import make_engine
+    from clearhead.generation.texts import in_order
     from clearhead.models import EncoderDecoder
 
     place = find_model(model)

@@ -1,12 +1,14 @@
 """Writing with a model, token by token.
 
 strategies.py   what is done to logits before a token is chosen, and the choice: pure functions, and `Strategy`, all of them
+vocabularies.py, schemas.py   what constraints need to know of a tokenizer, and check of a JSON schema
 constraints.py  texts that match a regular expression, a JSON schema, or one of a list
 requests.py     what is asked of a model, checked, and what came of it
 blocks.py       who holds which block of memory
 running.py      the model and its memory, run for the rows of a batch
 beams.py        beam search: which texts go on
 engine.py       requests join and leave between steps, each written as if it were alone
+driving.py      engines made large enough, kept where that pays
 decoding.py     generate, stream, translate: lists of ids in, lists of new ids out
 texts.py        texts in, texts out: prompts that fit, stops that are texts, requests in order
 traces.py       why each text of a beam search lived or died, as a document and as a picture

@@ -6,17 +6,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, overload
 
-import torch
-
 from clearhead.errors import InputError
-from clearhead.generation.batches import Ids, check_least, check_rows, check_shape, evaluating
+from clearhead.generation.batches import Ids, check_least, check_rows, check_shape
 from clearhead.generation.constraints import Grammar
-from clearhead.generation.engine import BLOCK, Engine
-from clearhead.generation.requests import Hypothesis, Request, Ticket, start_of
+from clearhead.generation.driving import check_done, make_engine, stepping
+from clearhead.generation.engine import Engine
+from clearhead.generation.requests import Hypothesis, Request, Ticket, n_source, start_of
 from clearhead.generation.strategies import Strategy
 from clearhead.models import Decoder, EncoderDecoder
-
-MAX_ROWS = 1024
 
 
 @overload
@@ -84,16 +81,18 @@ def stream(
     row = check_rows([prompt], model.config.vocab_size, "prompt")[0]
     common: dict[str, Any] = dict(strategy=Strategy.of(options), eos=eos, stop=stop, grammar=grammar)
     request = Request(prompt=row, max_new_tokens=max_new_tokens, seed=seed, **common)
-    engine = Engine(model, max_tokens=len(row) + max_new_tokens + BLOCK, max_rows=1, prefixes=False)
+    engine = make_engine(model, [request])
     return _follow(engine, engine.submit(request))
 
 
 def _follow(engine: Engine, ticket: Ticket) -> Iterator[int]:
-    with evaluating(engine.model):
+    step = stepping(engine)
+    try:
         while engine.is_busy:
-            yield from (token.id for _, token in engine.step() if token is not None)
-    if ticket.error:
-        raise ticket.error
+            yield from (token.id for _, token in step() if token is not None)
+        check_done(ticket)
+    finally:
+        engine.cancel(ticket)
 
 
 @overload
@@ -164,56 +163,17 @@ def write(model: Decoder | EncoderDecoder, requests: Sequence[Request], batch_to
     check_least(batch_tokens, 1, "batch_tokens")
     if not requests:
         return []
-    whole = [_tokens(request) for request in requests]
-    engine = _engine(model, max(*whole, min(batch_tokens, sum(whole))), _rows(requests))
+    engine = make_engine(model, requests, batch_tokens, keep=True)
     tickets: list[Ticket] = []
     try:
         for place, request in enumerate(requests):
             tickets.append(engine.submit(request, f"{what} {place}"))
-        engine.waiting = deque(engine.waiting[at] for at in sorted(range(len(whole)), key=lambda at: -whole[at]))
+        engine.waiting = deque(sorted(engine.waiting, key=lambda one: -len(one[1]) - n_source(one[0].request.source)))
         engine.run()
     finally:
         for ticket in tickets:
             engine.cancel(ticket)
     return tickets
-
-
-class Kept:
-    """A model's engine for the next call: what it has recorded on a GPU took time. A copy of the model has none."""
-
-    def __init__(self, engine: Engine, weights: list[int]) -> None:
-        self.engine, self.weights = engine, weights
-
-    def __deepcopy__(self, _: object) -> None: ...
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
-
-def _engine(model: Decoder | EncoderDecoder, max_tokens: int, max_rows: int) -> Engine:
-    """An engine large enough."""
-    if next(model.parameters()).device.type != "cuda" or torch.is_autocast_enabled("cuda"):
-        return Engine(model, max_tokens=max_tokens, max_rows=max_rows, prefixes=False)
-    weights = [weight.data_ptr() for weight in model.parameters()]
-    kept: Kept | None = model.__dict__.get("_kept_engine")
-    if kept is not None and kept.weights == weights:
-        engine = kept.engine
-        if engine.max_rows >= max_rows and (engine.blocks.n_blocks - 1) * BLOCK >= max_tokens:
-            return engine
-    model.__dict__["_kept_engine"] = None  # its memory is free before the next one's is taken
-    engine = Engine(model, max_tokens=max_tokens, max_rows=max(max_rows, 64), prefixes=False)
-    model.__dict__["_kept_engine"] = Kept(engine, weights)
-    return engine
-
-
-def _tokens(request: Request) -> int:
-    """The most that a request may hold, with blocks that are not full."""
-    source = 0 if request.source is None else len(request.source) + BLOCK
-    return source + request.beams * (len(request.prompt) + 1 + request.max_new_tokens + BLOCK)
-
-
-def _rows(requests: Sequence[Request]) -> int:
-    return max(min(sum(request.beams for request in requests), MAX_ROWS), *(request.beams for request in requests))
 
 
 def _limit(source: list[int], place: int, max_new_tokens: int | None, model: EncoderDecoder) -> int:

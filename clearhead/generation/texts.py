@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Literal
 
 from clearhead.data.tokenizers import BYTE_PIECE, Tokenizer
 from clearhead.errors import InputError, did_you_mean
-from clearhead.generation.batches import check_least, check_shape, evaluating
+from clearhead.generation.batches import check_least, check_shape
 from clearhead.generation.constraints import Grammar, Schema
-from clearhead.generation.engine import BLOCK, Engine, News
+from clearhead.generation.driving import BATCH_TOKENS, check_done, make_engine, stepping
+from clearhead.generation.engine import Engine
 from clearhead.generation.requests import Request, Ticket, Token, n_source
 from clearhead.generation.strategies import Strategy
 from clearhead.models import Decoder, EncoderDecoder
 
 AT_ONCE = 256  # requests
-MAX_ROWS = 1024  # texts, each beam one
-BATCH_TOKENS = 16_384
 
 
 def write_texts(
@@ -158,16 +157,6 @@ def make_grammar(
     return None if choices is None else Grammar.choice(choices, tokenizer, **facts)
 
 
-def make_engine(
-    model: Decoder | EncoderDecoder, requests: Sequence[Request], batch_tokens: int = BATCH_TOKENS
-) -> Engine:
-    """An engine for these requests, with memory for all of them or for `batch_tokens`, but at least for any of them."""
-    each = [_tokens(request) for request in requests]
-    widest, rows = (how(request.beams for request in requests) for how in (_most, sum))
-    max_tokens = max(_most(each), min(sum(each), batch_tokens))
-    return Engine(model, max_tokens=max_tokens, max_rows=max(widest, min(rows, MAX_ROWS)), prefixes=False)
-
-
 def check_stops(stops: Sequence[str], tokenizer: Tokenizer) -> list[str]:
     """Texts that can be met in what a model writes."""
     if isinstance(stops, str):
@@ -300,33 +289,5 @@ def in_order(engine: Engine, requests: Iterable[Request], at_once: int = AT_ONCE
             step()
 
 
-def check_done(ticket: Ticket) -> None:
-    """A text that could not be written is an error here."""
-    if ticket.error is not None:
-        raise ticket.error
-
-
-def stepping(engine: Engine) -> Callable[[], News]:
-    """The engine's step, without dropout; a model that is being trained is in training again between steps."""
-    if not any(module.training for module in engine.model.modules()):
-        return engine.step
-
-    def step() -> News:
-        with evaluating(engine.model):
-            return engine.step()
-
-    return step
-
-
 def _length(request: Request) -> int:
     return len(request.prompt) + n_source(request.source)
-
-
-def _tokens(request: Request) -> int:
-    """The most that a request may hold, with blocks that are not full."""
-    text = len(request.prompt) + 1 + request.max_new_tokens + BLOCK
-    return n_source(request.source) + BLOCK + request.beams * text
-
-
-def _most(numbers: Iterable[int]) -> int:
-    return max(numbers, default=1)
