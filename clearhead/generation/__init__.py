@@ -11,6 +11,7 @@ engine.py       requests join and leave between steps, each written as if it wer
 driving.py      engines made large enough, kept where that pays
 decoding.py     generate, stream, translate: lists of ids in, lists of new ids out
 texts.py        texts in, texts out: prompts that fit, stops that are texts, requests in order
+sound.py        Whisper's windows of sound as requests
 traces.py       why each text of a beam search lived or died, as a document and as a picture
 
 May import: errors, config, layers, models, families, checkpoint, costs, inside, data.

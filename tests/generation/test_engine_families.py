@@ -77,8 +77,8 @@ def test_whisper_as_transformers(beams: int) -> None:
             asked: dict[str, Any] = dict(max_new_tokens=11, num_beams=beams, do_sample=False)
             asked |= dict(suppress_tokens=[5, 6, 52], begin_suppress_tokens=[3, 51])
             prompt = torch.tensor([[50, 7]])
-            plainly: Any = GenerationMixin.generate
-            whole = plainly(theirs, sound[None], decoder_input_ids=prompt, **asked)
+            shared: Any = GenerationMixin
+            whole = shared.generate(theirs, sound[None], decoder_input_ids=prompt, **asked)
             ids = whole[0, 2:].tolist()
             assert ticket.ids == (ids[: ids.index(51)] if 51 in ids else ids)
             lengths.add(len(ticket.ids))

@@ -1,0 +1,90 @@
+"""`clearhead serve`: models behind HTTP, as the openai client speaks it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from clearhead.cli.inputs import Device, find_device, find_model
+from clearhead.errors import InputError, MissingExtraError
+
+
+def run(
+    models: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL...", help="Folders or files, or names on the hub; NAME=PATH gives it a name."),
+    ],
+    host: Annotated[str, typer.Option(help="Where to listen. 0.0.0.0 is every address: set keys first.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    keys: Annotated[
+        Path | None,
+        typer.Option(help="A file with one API key a line. Or set CLEARHEAD_API_KEYS, with commas between."),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="A name under which the server may be asked, besides localhost.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=16, help="The most tokens held in memory at once. Without it: half of what is free."),
+    ] = None,
+    max_texts: Annotated[int, typer.Option(min=1, help="The most texts written at once.")] = 256,
+    streams: Annotated[int, typer.Option(min=1, help="The most requests at once under one key.")] = 512,
+    seconds: Annotated[float, typer.Option(min=0.1, help="The longest that a request may take.")] = 600.0,
+    quantize: Annotated[str | None, typer.Option(help="Hold weights in fewer bits: int8 or int4.")] = None,
+    device: Device = "auto",
+) -> None:
+    """Serve models over HTTP: /v1/completions, /v1/chat/completions, /v1/embeddings, /v1/translate, /v1/audio/transcriptions."""
+    try:
+        import uvicorn
+
+        from clearhead.serving.app import make_app
+        from clearhead.serving.guards import LOCAL, Limits
+        from clearhead.serving.hosts import open_host
+    except ImportError as error:
+        raise MissingExtraError(f"serving needs {error.name}; install clearhead[serve]") from None
+    secret = read_keys(keys)
+    if host not in LOCAL and not secret:
+        raise InputError(
+            f"--host {host} lets others in, and there are no keys; got neither --keys nor CLEARHEAD_API_KEYS; set one, "
+            f"or listen on 127.0.0.1"
+        )
+    named: dict[str, str] = {}
+    for given in models:
+        name, _, place = given.rpartition("=")
+        name = name or Path(place).stem
+        if name in named:
+            raise InputError(f"two models have the name {name!r}; give one another: NAME={place}")
+        named[name] = place
+    hosts = {
+        name: open_host(
+            find_model(place),
+            name,
+            device=find_device(device),
+            quantize=quantize,
+            max_tokens=max_tokens,
+            max_rows=max_texts,
+        )
+        for name, place in named.items()
+    }
+    names = (*(allow_host or []), *(() if host in (*LOCAL, "0.0.0.0", "::") else (host,)))
+    app = make_app(hosts, Limits(streams=streams, seconds=seconds, hosts=names, keys=secret))
+    for each in hosts.values():
+        typer.echo(
+            f"{each.name}: {each.kind}, {sum(p.numel() for p in each.model.parameters()):,} parameters", err=True
+        )
+    # A request may take its whole time before the server stops for good.
+    uvicorn.run(app, host=host, port=port, log_level="info", timeout_graceful_shutdown=int(seconds) + 1)
+
+
+def read_keys(file: Path | None) -> tuple[str, ...]:
+    """API keys from a file and from the environment."""
+    lines = os.environ.get("CLEARHEAD_API_KEYS", "").split(",")
+    if file is not None:
+        try:
+            lines += file.read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise InputError(f"--keys {str(file)!r} can not be read ({error.strerror}); is the path right?") from None
+    return tuple(line.strip() for line in lines if line.strip())

@@ -1,0 +1,416 @@
+"""The routes. Each reads a request, asks a host, and answers in OpenAI's form."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import logging
+import random
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
+from io import BytesIO
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from fastapi import FastAPI, File, Form, Request, UploadFile
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from prometheus_client import generate_latest
+from starlette.exceptions import HTTPException
+
+from clearhead.data.audio import load_audio
+from clearhead.errors import ClearheadError, InputError
+from clearhead.generation import Request as Asked
+from clearhead.generation import Ticket
+from clearhead.generation.sound import Scribe
+from clearhead.generation.texts import make_grammar, make_request
+from clearhead.models import Decoder, Encoder, EncoderDecoder
+from clearhead.serving import answers, guards
+from clearhead.serving.guards import Guard, Limits
+from clearhead.serving.hosts import BrokenError, FullError, Host
+from clearhead.serving.metrics import Metrics
+from clearhead.serving.protocol import Chat, Completion, Embedding, ResponseFormat, Translation, Writing
+
+log = logging.getLogger("clearhead.serving")
+
+
+class UnknownModelError(Exception):
+    """A model that is not served, or not of the kind that this route needs."""
+
+
+def make_app(hosts: Mapping[str, Host], limits: Limits | None = None) -> FastAPI:
+    """The server of these models."""
+    limits, metrics = limits or Limits(), Metrics(hosts)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
+        yield
+        for host in hosts.values():
+            await asyncio.to_thread(host.close)
+
+    app = FastAPI(title="clearhead", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(Guard, limits=limits)  # type: ignore[arg-type]
+
+    @app.middleware("http")
+    async def count(request: Request, call_next: Any) -> Response:
+        began = time.perf_counter()
+        response = await call_next(request)
+        route = getattr(request.scope.get("route"), "path", "unknown")
+        metrics.requests.labels(route, str(response.status_code)).inc()
+        metrics.whole.labels(route).observe(time.perf_counter() - began)
+        # Neither prompt nor answer, nor who asked.
+        log.info("%s %s %d %.3f s", request.method, route, response.status_code, time.perf_counter() - began)
+        return response
+
+    kinds = (RequestValidationError, HTTPException, ClearheadError, FullError, BrokenError, UnknownModelError)
+    for kind in (*kinds, asyncio.TimeoutError, ValueError):
+        app.add_exception_handler(kind, _refused)
+    app.add_exception_handler(Exception, _refused)
+
+    def find(name: str, *kinds: str) -> Host:
+        fitting = [host for host in hosts.values() if host.kind in kinds]
+        if name in hosts and hosts[name] in fitting:
+            return hosts[name]
+        if not name and fitting:
+            return fitting[0]
+        served = ", ".join(host.name for host in fitting) or "none"
+        raise UnknownModelError(f"there is no model {name!r:.100} for this; served here: {served}")
+
+    @app.get("/healthz")
+    async def healthz() -> Response:
+        return PlainTextResponse("ok\n")
+
+    @app.get("/readyz")
+    async def readyz() -> Response:
+        ready = all(host.is_healthy for host in hosts.values())
+        return PlainTextResponse("ready\n" if ready else "an engine has stopped\n", 200 if ready else 503)
+
+    @app.get("/metrics")
+    async def tell_metrics() -> Response:
+        return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
+
+    def described(host: Host) -> dict[str, Any]:
+        return {"id": host.name, "object": "model", "created": host.created, "owned_by": "clearhead", "kind": host.kind}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [described(host) for host in hosts.values()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        return described(find(name, "decoder", "translator", "scribe", "encoder"))
+
+    @app.post("/v1/completions", response_model=None)
+    async def completions(body: Completion) -> Response | dict[str, Any]:
+        host = find(body.model, "decoder")
+        scored = body.logprobs is not None
+        asked = [
+            ask(host, body, prompt, body.max_tokens, at * body.n + copy, scored=scored, alternatives=body.logprobs or 0)
+            for at, prompt in enumerate(body.prompts)
+            for copy in range(body.n)
+        ]
+        texts = [prompt for prompt in body.prompts for _ in range(body.n)]
+        head = dict(id=answers.new_id("cmpl"), object="text_completion", created=int(time.time()), model=host.name)
+        lengths = [0] * len(asked)
+
+        def choice(at: int, piece: answers.Piece) -> dict[str, Any]:
+            echoed = ""
+            if body.echo and not lengths[at]:
+                prompt = texts[at]
+                echoed = prompt if isinstance(prompt, str) else host.tokenizer.decode(prompt)  # type: ignore[union-attr]
+            text = echoed + piece.text
+            told = answers.completion_logprobs(host, piece.tokens, body.logprobs, lengths[at])
+            lengths[at] += len(text)
+            return {"index": at, "text": text, "logprobs": told, "finish_reason": piece.reason}
+
+        if body.stream:
+            return streamed(host, body, asked, head, choice)
+        return await whole(host, body, asked, head, choice, _join_completion)
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(body: Chat) -> Response | dict[str, Any]:
+        host = find(body.model, "decoder")
+        ids = chat_ids(host, body)
+        room = host.model.config.max_len - len(ids)
+        most = body.max_completion_tokens or body.max_tokens or max(1, min(1024, room))
+        grammar = format_grammar(host, body.response_format)
+        more: dict[str, Any] = dict(scored=body.logprobs, alternatives=(body.top_logprobs or 0) if body.logprobs else 0)
+        asked = [ask(host, body, ids, most, copy, grammar=grammar, **more) for copy in range(body.n)]
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        head = dict(id=answers.new_id("chatcmpl"), object=kind, created=int(time.time()), model=host.name)
+        began = [False] * body.n
+
+        def choice(at: int, piece: answers.Piece) -> dict[str, Any]:
+            told = answers.chat_logprobs(host, piece.tokens, body.logprobs)
+            said: dict[str, Any] = {} if began[at] else {"role": "assistant"}
+            began[at] = True
+            if piece.text or piece.reason is None:
+                said["content"] = piece.text
+            return {"index": at, "delta": said, "logprobs": told, "finish_reason": piece.reason}
+
+        if body.stream:
+            return streamed(host, body, asked, head, choice)
+        return await whole(host, body, asked, head, choice, _join_chat)
+
+    def streamed(host: Host, body: Writing, asked: list[Asked], head: dict[str, Any], choice: Any) -> Response:
+        async def events() -> AsyncGenerator[bytes, None]:
+            usage = answers.Usage()
+            try:
+                async with contextlib.aclosing(_mixed(host, body, asked, usage)) as news:
+                    async for at, piece in news:
+                        yield answers.event({**head, "choices": [choice(at, piece)]})
+                if body.stream_options is not None and body.stream_options.include_usage:
+                    yield answers.event({**head, "choices": [], "usage": usage.told()})
+                yield answers.DONE
+            except (
+                ClearheadError,
+                FullError,
+                BrokenError,
+                asyncio.TimeoutError,
+            ) as error:  # the status is sent already
+                yield answers.event(_say(error)[1])
+
+        return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+    async def whole(
+        host: Host, body: Writing, asked: list[Asked], head: dict[str, Any], choice: Any, join: Any
+    ) -> dict[str, Any]:
+        usage = answers.Usage()
+        parts: list[list[dict[str, Any]]] = [[] for _ in asked]
+        async with contextlib.aclosing(_mixed(host, body, asked, usage)) as news:
+            async for at, piece in news:
+                parts[at].append(choice(at, piece))
+        return {**head, "choices": [join(part) for part in parts], "usage": usage.told()}
+
+    async def _mixed(
+        host: Host, body: Writing, asked: list[Asked], usage: answers.Usage
+    ) -> AsyncGenerator[tuple[int, answers.Piece], None]:
+        """Pieces of several texts as they come."""
+        news: asyncio.Queue[tuple[int, answers.Piece | BaseException | None]] = asyncio.Queue()
+
+        async def read(at: int, request: Asked) -> None:
+            try:
+                async with contextlib.aclosing(answers.pieces(host, request, body.stops, usage, metrics)) as source:
+                    async for piece in source:
+                        news.put_nowait((at, piece))
+                news.put_nowait((at, None))
+            except Exception as error:
+                news.put_nowait((at, error))
+
+        readers = [asyncio.create_task(read(at, request)) for at, request in enumerate(asked)]
+        left, until = len(readers), time.monotonic() + limits.seconds
+        try:
+            while left:
+                at, piece = await asyncio.wait_for(news.get(), max(0.0, until - time.monotonic()))
+                if isinstance(piece, BaseException):
+                    raise piece
+                if piece is None:
+                    left -= 1
+                else:
+                    yield at, piece
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    @app.post("/v1/embeddings", response_model=None)
+    async def embeddings(body: Embedding) -> dict[str, Any]:
+        host = find(body.model, "encoder")
+        async with host.alone:
+            vectors, n_tokens = await asyncio.to_thread(embed, host, body.texts)
+
+        def told(vector: np.ndarray) -> Any:
+            return base64.b64encode(vector.tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
+
+        data = [{"object": "embedding", "index": at, "embedding": told(each)} for at, each in enumerate(vectors)]
+        usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+        return {"object": "list", "data": data, "model": host.name, "usage": usage}
+
+    @app.post("/v1/translate", response_model=None)
+    async def translate(body: Translation) -> dict[str, Any]:
+        host = find(body.model, "translator")
+        found = await asyncio.gather(*(one_translation(host, body, text) for text in body.texts))
+        return {"object": "list", "model": host.name, "data": [{"index": at, **each} for at, each in enumerate(found)]}
+
+    async def one_translation(host: Host, body: Translation, text: str) -> dict[str, Any]:
+        assert isinstance(host.model, EncoderDecoder)
+        assert host.tokenizer is not None
+        ids = source_ids(host, text)
+        most = body.max_tokens or min(2 * len(ids) + 20, host.model.config.max_len)
+        request = Asked(source=ids, max_new_tokens=most, beams=body.beams, n_best=body.n_best, scored=True)
+        ticket = await last(host, replace(request, length_penalty=body.length_penalty), limits.seconds)
+        told: list[dict[str, Any]] = []
+        for one in ticket.hypotheses:
+            said: dict[str, Any] = {"text": host.tokenizer.decode(one.tokens), "score": one.score}
+            said["finish_reason"] = "stop" if one.finished else "length"
+            if body.alignment:
+                async with host.alone:
+                    said["alignment"] = await asyncio.to_thread(align, host, ids, one.tokens)
+            told.append(said)
+        return {"translations": told, "prompt_tokens": len(ids)}
+
+    @app.post("/v1/audio/transcriptions", response_model=None)
+    async def transcriptions(
+        file: Annotated[UploadFile, File()],
+        model: Annotated[str, Form()] = "",
+        language: Annotated[str | None, Form()] = None,
+        response_format: Annotated[str, Form()] = "json",
+    ) -> Response | dict[str, Any]:
+        host = find(model, "scribe")
+        assert isinstance(host.model, EncoderDecoder)
+        assert host.tokenizer is not None
+        if response_format not in ("json", "text"):
+            raise InputError(f"response_format is json or text; got {response_format!r:.40}; leave it out")
+        data = await file.read()
+        sound = await asyncio.to_thread(lambda: load_audio(BytesIO(data)))
+        scribe = Scribe(host.model, host.tokenizer, language, "transcribe")
+        requests = await asyncio.to_thread(lambda: list(scribe.requests(sound)))
+        tickets = await asyncio.gather(*(last(host, request, limits.seconds) for request in requests))
+        decoded = [host.tokenizer.decode(ticket.hypotheses[0].tokens).strip() for ticket in tickets]
+        text = " ".join(decoded)
+        return PlainTextResponse(text + "\n") if response_format == "text" else {"text": text}
+
+    return app
+
+
+def ask(host: Host, body: Writing, prompt: str | list[int], most: int, at: int, **more: Any) -> Asked:
+    """One of the texts that a request asks for."""
+    assert isinstance(host.model, Decoder)
+    assert host.tokenizer is not None
+    options = body.options()
+    try:
+        options["logit_bias"] = {int(id): bias for id, bias in (body.logit_bias or {}).items()}
+    except ValueError:
+        raise InputError(f"logit_bias maps ids to numbers; got {body.logit_bias!r:.80}; use ids as keys") from None
+    seed = random.getrandbits(62) if body.seed is None else body.seed
+    return make_request(
+        host.model, host.tokenizer, prompt, max_new_tokens=most, seed=seed + at, stop=body.stops, **options, **more
+    )
+
+
+def chat_ids(host: Host, body: Chat) -> list[int]:
+    """The conversation by the model's template. What users write is text: special tokens in it are not obeyed."""
+    tokenizer = host.tokenizer
+    assert tokenizer is not None
+    special = [tokenizer.token(id) for id in tokenizer.special_ids]
+    messages: list[dict[str, str]] = []
+    for message in body.messages:
+        text = message.text
+        for token in special:
+            if token in text:  # a blank inside breaks it up, and a reader sees the same
+                text = text.replace(token, token[:1] + "\u200b" + token[1:])
+        messages.append({"role": "system" if message.role == "developer" else message.role, "content": text})
+    return tokenizer.encode(tokenizer.chat(messages), special=False)
+
+
+def format_grammar(host: Host, asked: ResponseFormat | None) -> Any:
+    """What an answer must match."""
+    if asked is None or asked.type == "text":
+        return None
+    assert isinstance(host.model, Decoder)
+    assert host.tokenizer is not None
+    if asked.type == "json_schema" and asked.json_schema is None:
+        raise InputError("response_format json_schema needs a json_schema; got none; give its schema")
+    schema: Any = {"type": "object"} if asked.json_schema is None else asked.json_schema.schema_
+    return make_grammar(host.model, host.tokenizer, json_schema=schema)
+
+
+async def last(host: Host, request: Asked, seconds: float) -> Ticket:
+    """What came of a request, once it is over."""
+
+    async def read() -> Ticket:
+        async with contextlib.aclosing(host.write(request)) as source:
+            async for token in source:
+                if isinstance(token, Ticket):
+                    return token
+        raise BrokenError("the engine ended without an answer")
+
+    return await asyncio.wait_for(read(), seconds)
+
+
+@torch.no_grad()
+def embed(host: Host, texts: list[str]) -> tuple[np.ndarray, int]:
+    """A vector a text, as the model's own files say, and how many tokens were read."""
+    model, tokenizer = host.model, host.tokenizer
+    assert isinstance(model, Encoder)
+    assert tokenizer is not None
+    tokens, real = tokenizer.batch(texts, max_len=model.config.max_len)
+    device = next(model.parameters()).device
+    tokens, real = tokens.to(device), real.to(device)
+    return model.pooled(model.states(tokens, real), real).float().cpu().numpy(), int(real.sum())
+
+
+def source_ids(host: Host, text: str) -> list[int]:
+    """A source as the model expects it: with its end, whether the tokenizer adds that or not."""
+    tokenizer = host.tokenizer
+    assert tokenizer is not None
+    ids = tokenizer.encode(text)
+    return ids if tokenizer.eos is None or ids[-1:] == [tokenizer.eos] else [*ids, tokenizer.eos]
+
+
+@torch.no_grad()
+def align(host: Host, source: list[int], target: list[int]) -> dict[str, Any]:
+    """How much each token of the target looked at each of the source: the last layer's mean over its heads."""
+    from clearhead.generation.requests import start_of
+    from clearhead.inside import probe
+
+    model = host.model
+    assert isinstance(model, EncoderDecoder)
+    device = next(model.parameters()).device
+    site = f"decoder.blocks.{len(model.decoder.layers) - 1}.cross.weights"
+    with probe(model, site) as seen:
+        model(torch.tensor([source], device=device), torch.tensor([[start_of(model), *target[:-1]]], device=device))
+    names = [[answers.name(host, id) for id in ids] for ids in (source, target)]
+    weights = seen[site][0].mean(0)[: len(target)].tolist() if target else []
+    return {"source": names[0], "target": names[1], "weights": weights}
+
+
+def _join_completion(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    told = {**parts[-1], "text": "".join(part["text"] for part in parts)}
+    if parts[0]["logprobs"] is not None:
+        keys = [key for key, value in parts[0]["logprobs"].items() if value is not None]
+        merged = {key: [each for part in parts for each in part["logprobs"][key] or []] for key in keys}
+        told["logprobs"] = {**dict.fromkeys(parts[0]["logprobs"]), **merged}
+    return told
+
+
+def _join_chat(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    content = "".join(part["delta"].get("content", "") for part in parts)
+    told = {"index": parts[0]["index"], "finish_reason": parts[-1]["finish_reason"], "logprobs": None}
+    if parts[0]["logprobs"] is not None:
+        told["logprobs"] = {"content": [each for part in parts for each in part["logprobs"]["content"]]}
+    return {**told, "message": {"role": "assistant", "content": content, "refusal": None}}
+
+
+async def _refused(_: Request, error: Exception) -> JSONResponse:
+    status, body = _say(error)
+    if status == 500:
+        log.error("failed: %s", type(error).__name__, exc_info=error)
+    headers = {"retry-after": "1"} if status == 503 else None
+    return JSONResponse(body, status, headers=headers)
+
+
+def _say(error: BaseException) -> tuple[int, dict[str, Any]]:
+    """What a client is told of an error: what it did, never what is inside."""
+    match error:
+        case RequestValidationError():
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
+            return guards.error(400, f"{where}: {first['msg']}", param=where)
+        case HTTPException():
+            return guards.error(error.status_code, str(error.detail))
+        case UnknownModelError():
+            return guards.error(404, str(error), code="model_not_found")
+        case ClearheadError() | ValueError():
+            return guards.error(400, str(error))
+        case FullError():
+            return guards.error(503, str(error), "overloaded_error")
+        case BrokenError():
+            return guards.error(503, str(error), "server_error")
+        case asyncio.TimeoutError():
+            return guards.error(504, "the request took too long; ask for less", "timeout_error")
+        case _:
+            return guards.error(500, "something went wrong inside; the server's log has it", "server_error")

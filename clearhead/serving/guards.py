@@ -1,0 +1,116 @@
+"""Who may ask, and how much. Each guard stands in front of every route, and says no in OpenAI's form."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+LOCAL = ("localhost", "127.0.0.1", "::1")
+OPEN = ("/healthz", "/readyz")  # a prober has no key
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much one client may ask for."""
+
+    body: int = 8_000_000  # bytes
+    sound: int = 32_000_000  # bytes of an uploaded file
+    streams: int = 512  # requests at once under one key
+    seconds: float = 600.0  # for one request
+    hosts: tuple[str, ...] = ()  # names under which the server may be asked, besides local ones
+    keys: tuple[str, ...] = field(default=(), repr=False)
+
+
+def error(status: int, message: str, kind: str = "invalid_request_error", **more: Any) -> tuple[int, dict[str, Any]]:
+    """An answer that says no."""
+    body = {"message": " ".join(message.split())[:1000], "type": kind, "param": None, "code": None, **more}
+    return status, {"error": body}
+
+
+class Guard:
+    """Host and Origin, key, size of the body, requests at once."""
+
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+        self.app, self.limits, self.open = app, limits, Counter[str]()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers, path = Headers(scope=scope), scope["path"]
+        refusal = self._refuse(headers, path)
+        if refusal is not None:
+            await answer(send, *refusal)
+            return
+        key = headers.get("authorization", "")
+        if self.open[key] >= self.limits.streams:
+            said = f"{self.limits.streams} requests at once are the limit; wait for one to end"
+            await answer(send, *error(429, said, "rate_limit_error"))
+            return
+        self.open[key] += 1
+        try:
+            await self.app(scope, self._counted(receive, path), send)
+        except TooLargeError:
+            said = f"the body is larger than {self._most(path):,} bytes; send less"
+            await answer(send, *error(413, said))
+        finally:
+            self.open[key] -= 1
+            if not self.open[key]:
+                del self.open[key]
+
+    def _refuse(self, headers: Headers, path: str) -> tuple[int, dict[str, Any]] | None:
+        # A page of another site must not reach a server on this machine, whatever name it resolved to it.
+        if not self._is_ours(headers.get("host", "")):
+            return error(421, "this server is not known under that name; see --allow-host")
+        origin = headers.get("origin")
+        if origin is not None and not self._is_ours(origin.split("://", 1)[-1]):
+            return error(403, "pages of other sites may not ask this server", "permission_error")
+        if self.limits.keys and path not in OPEN:
+            given = headers.get("authorization", "").removeprefix("Bearer ").strip().encode()
+            # All are compared, and each in constant time: neither which nor how much of one fits can be measured.
+            fits = [hmac.compare_digest(given, key.encode()) for key in self.limits.keys]
+            if not any(fits):
+                return error(401, "a valid API key is needed: Authorization: Bearer ...", code="invalid_api_key")
+        length = headers.get("content-length", "0")
+        if not length.isdigit() or int(length) > self._most(path):
+            return error(413, f"the body is larger than {self._most(path):,} bytes; send less")
+        return None
+
+    def _is_ours(self, host: str) -> bool:
+        name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+        return name.strip("[]").lower() in (*LOCAL, *self.limits.hosts)
+
+    def _most(self, path: str) -> int:
+        return self.limits.sound if path.startswith("/v1/audio") else self.limits.body
+
+    def _counted(self, receive: Receive, path: str) -> Callable[[], Awaitable[Message]]:
+        left = self._most(path)
+
+        async def counted() -> Message:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise TooLargeError
+            return message
+
+        return counted
+
+
+class TooLargeError(Exception):
+    """More came than was announced."""
+
+
+async def answer(send: Send, status: int, body: dict[str, Any]) -> None:
+    headers: Iterable[tuple[bytes, bytes]] = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    if status == 401:
+        headers = [*headers, (b"www-authenticate", b"Bearer")]
+    await send({"type": "http.response.start", "status": status, "headers": list(headers)})
+    await send({"type": "http.response.body", "body": json.dumps(body).encode()})

@@ -1,0 +1,55 @@
+"""What is counted, for Prometheus. Nothing here holds a text, a key or a name that a client chose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from clearhead.serving.hosts import Host
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Metrics:
+    """Counters of one server."""
+
+    def __init__(self, hosts: Mapping[str, Host]) -> None:
+        self.registry = CollectorRegistry()
+        registry = self.registry
+        self.requests = Counter("clearhead_requests", "Requests answered", ["route", "status"], registry=registry)
+        self.prompt_tokens = Counter("clearhead_prompt_tokens", "Tokens of prompts", ["model"], registry=registry)
+        self.new_tokens = Counter("clearhead_new_tokens", "Tokens written", ["model"], registry=registry)
+        first = "Seconds from a request to its first token"
+        self.first_token = Histogram(
+            "clearhead_first_token_seconds", first, ["model"], buckets=SECONDS, registry=registry
+        )
+        between = "Seconds between two tokens of a text"
+        self.between_tokens = Histogram(
+            "clearhead_between_tokens_seconds", between, ["model"], buckets=SECONDS, registry=registry
+        )
+        whole = "Seconds from a request to the end of its answer"
+        self.whole = Histogram("clearhead_request_seconds", whole, ["route"], buckets=SECONDS, registry=registry)
+        self.registry.register(Engines(hosts))
+
+
+class Engines(Collector):
+    """How busy each engine is, looked at when asked."""
+
+    def __init__(self, hosts: Mapping[str, Host]) -> None:
+        self.hosts = hosts
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        waiting = GaugeMetricFamily("clearhead_waiting", "Requests not let in yet", labels=["model"])
+        running = GaugeMetricFamily("clearhead_running", "Requests being written", labels=["model"])
+        held = GaugeMetricFamily("clearhead_kv_share", "Share of the blocks of memory that are held", labels=["model"])
+        for name, host in self.hosts.items():
+            if (engine := host.engine) is not None:
+                waiting.add_metric([name], len(engine.waiting))
+                running.add_metric([name], len(engine.running) + len(engine.reading))
+                held.add_metric([name], engine.blocks.n_held / max(engine.blocks.n_blocks - 1, 1))
+        yield from (waiting, running, held)

@@ -1,0 +1,61 @@
+"""A real server of tiny models, started as a user starts it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import clearhead as ch
+
+TEXTS = ["the cat sat on the mat", "a dog ran over the hill", '{"yes": 0, "no": 1}', "hello there, how are you?"] * 9
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+def make_models(folder: Path) -> dict[str, Path]:
+    """A decoder with a chat template, a translator and an encoder, each with its tokenizer."""
+    names = ["<|user|>", "<|assistant|>", "<|system|>"]
+    tokenizer = ch.train_tokenizer(texts=TEXTS, kind="bpe", vocab_size=400, special=["<s>", "</s>", "<pad>", *names])
+    tokenizer.chat_template = TEMPLATE
+    sizes: dict[str, Any] = dict(n_layers=2, d_model=32, n_heads=4, vocab_size=tokenizer.vocab_size, max_len=512)
+    configs = {
+        "gpt": ch.preset("gpt2", **sizes),
+        "translator": ch.preset("transformer-base", **sizes, d_ff=64),
+        "encoder": ch.preset("minilm-l6", **sizes, d_ff=64),
+    }
+    places: dict[str, Path] = {}
+    start, end = tokenizer.bos, tokenizer.eos
+    assert end is not None
+    for name, config in configs.items():
+        model: Any = ch.build(config)
+        model.generation = ch.Generation(bos=start, eos=(end,), decoder_start=start)
+        places[name] = ch.save(model, folder / name)
+        tokenizer.save(places[name])
+    return places
+
+
+@contextmanager
+def served(*args: str, env: dict[str, str] | None = None) -> Generator[tuple[str, subprocess.Popen[str]]]:
+    """`clearhead serve ARGS` on a free port; gives its address."""
+    command = [sys.executable, "-m", "clearhead", "serve", *args, "--port", "0", "--device", "cpu"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            said: list[str] = []
+            assert process.stderr is not None
+            for line in process.stderr:
+                said.append(line)
+                if found := re.search(r"running on (http://\S+)", line):
+                    yield found[1], process
+                    break
+            else:
+                raise AssertionError("".join(said))
+        finally:
+            process.terminate()
+            process.communicate(timeout=30)
