@@ -28,6 +28,7 @@ class Config:
     n_heads: int
     n_kv_heads: int = 0  # 0: n_heads; fewer: grouped-query; 1: multi-query
     d_head: int = 0  # 0: d_model / n_heads
+    pruned_heads: tuple[str, ...] = ()  # heads that are not there, such as "decoder.blocks.2.cross.5"
     d_ff: int = 0  # 0: 4 d_model
     vocab_size: int = 0
     source_vocab_size: int = 0  # 0: source and target share one embedding
@@ -97,6 +98,21 @@ class Config:
         self._check_sizes()
         self._check_inputs()
         self._check_head()
+        self._check_pruned()
+
+    def kept_heads(self, place: str) -> tuple[int, ...]:
+        """Which of the n_heads an attention has, such as that of "blocks.2.attention"."""
+        gone = {int(head) for at, _, head in (name.rpartition(".") for name in self.pruned_heads) if at == place}
+        return tuple(head for head in range(self.n_heads) if head not in gone)
+
+    @property
+    def attentions(self) -> tuple[str, ...]:
+        """The names of all attentions."""
+        if self.shape != "encoder-decoder":
+            return tuple(f"blocks.{i}.attention" for i in range(self.n_layers))
+        encoder = tuple(f"encoder.blocks.{i}.attention" for i in range(self.n_layers))
+        steps = ("attention", "cross")
+        return encoder + tuple(f"decoder.blocks.{i}.{step}" for i in range(self.n_decoder_layers) for step in steps)
 
     @property
     def n_patches(self) -> int:
@@ -255,6 +271,30 @@ class Config:
                 f"tie_embeddings ties the token embedding to head='tokens'; got head={self.head!r}, "
                 f"inputs={self.inputs!r}; leave tie_embeddings out"
             )
+
+    def _check_pruned(self) -> None:
+        if not self.pruned_heads:
+            return
+        group, known = (
+            self.n_heads // self.n_kv_heads,
+            {f"{at}.{h}" for at in self.attentions for h in range(self.n_heads)},
+        )
+        for name in self.pruned_heads:
+            if name not in known or self.pruned_heads.count(name) > 1:
+                raise ConfigError(
+                    f"pruned_heads names {name!r} {'twice' if name in known else 'which this model has not'}; "
+                    f"{'name it once' if name in known else did_you_mean(name, known)}"
+                )
+        for place in {name.rpartition(".")[0] for name in self.pruned_heads}:
+            kept = self.kept_heads(place)
+            if not kept:
+                raise ConfigError(f"pruned_heads leaves {place!r} none of its {self.n_heads} heads; keep at least one")
+            halves = [k for k in range(self.n_kv_heads) if 0 < sum(head // group == k for head in kept) < group]
+            if halves:
+                raise ConfigError(
+                    f"{place!r} has {group} heads for each of keys and values, which go together; pruned_heads takes some of heads "
+                    f"{halves[0] * group} .. {halves[0] * group + group - 1}; take all of them, or none"
+                )
 
     def _fill(self, name: str, value: int) -> None:
         if getattr(self, name) == 0:

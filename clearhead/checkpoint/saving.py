@@ -79,6 +79,11 @@ def _hugging_face(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config = model.config
     if config.family not in PAGES:
         raise CheckpointError(f"family={config.family!r} has no Hugging Face layout; save with format='clearhead'")
+    if config.pruned_heads:
+        raise CheckpointError(
+            f"transformers has no layers of unequal heads, and this model has lost {len(config.pruned_heads)}, such as "
+            f"{config.pruned_heads[0]!r}; save with format='clearhead'"
+        )
     page = PAGES[config.family]
     theirs = {**page.write(config), **_write_generation(model.generation)}
     state = write_all(model.state_dict(), expand(page.NAMES, config))

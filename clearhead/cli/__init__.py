@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from clearhead.cli import classify, demo, embed, evaluate, generate, presets, serve, train, transcribe, translate
+from clearhead.cli import classify, cost, demo, embed, evaluate, generate, presets, serve, train, transcribe, translate
 from clearhead.errors import ClearheadError
 from clearhead.version import __version__
 
@@ -32,6 +32,7 @@ app.command("evaluate")(evaluate.run)
 app.command("embed")(embed.run)
 app.command("classify")(classify.run)
 app.command("transcribe")(transcribe.run)
+app.command("cost")(cost.run)
 app.command("serve")(serve.run)
 
 

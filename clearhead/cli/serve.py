@@ -33,16 +33,18 @@ def run(
     max_texts: Annotated[int, typer.Option(min=1, help="The most texts written at once.")] = 256,
     streams: Annotated[int, typer.Option(min=1, help="The most requests at once under one key.")] = 512,
     seconds: Annotated[float, typer.Option(min=0.1, help="The longest that a request may take.")] = 600.0,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Told to end (SIGTERM), how many seconds requests have left to finish.")
+    ] = 30.0,
     quantize: Annotated[str | None, typer.Option(help="Hold weights in fewer bits: int8 or int4.")] = None,
     device: Device = "auto",
 ) -> None:
     """Serve models over HTTP: /v1/completions, /v1/chat/completions, /v1/embeddings, /v1/translate, /v1/audio/transcriptions."""
     try:
-        import uvicorn
-
         from clearhead.serving.app import make_app
         from clearhead.serving.guards import LOCAL, Limits
         from clearhead.serving.hosts import open_host
+        from clearhead.serving.running import run_app
     except ImportError as error:
         raise MissingExtraError(f"serving needs {error.name}; install clearhead[serve]") from None
     secret = read_keys(keys)
@@ -75,8 +77,7 @@ def run(
         typer.echo(
             f"{each.name}: {each.kind}, {sum(p.numel() for p in each.model.parameters()):,} parameters", err=True
         )
-    # A request may take its whole time before the server stops for good.
-    uvicorn.run(app, host=host, port=port, log_level="info", timeout_graceful_shutdown=int(seconds) + 1)
+    run_app(app, hosts.values(), grace, host=host, port=port)
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""What a model costs, in closed form: parameters, operations, memory (none of these loads torch); and what this machine can do.
+"""What a model costs, in closed form: parameters, operations, memory, what fits (none of these loads torch); how many directions
+its width holds; and what this machine can do, measured.
 
 May import: errors, config, layers, models, families, checkpoint.
 """

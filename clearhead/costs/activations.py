@@ -11,7 +11,8 @@ is computed (2 under bfloat16 autocast, else 4), width D, feed-forward width F, 
 
 The residual stream itself stays float32. Under autocast the bfloat16 copies of the weights are kept as well. Queries and
 keys that are turned or normed are kept beside the originals. A mask or bias that is no plain causal one is written out by
-each layer; a kernel that can't fuse it (a trained bias or dropout of weights, on a CPU) keeps weights of T x S a head.
+each layer; where no kernel fuses it (on a CPU a trained bias or dropout of weights; on CUDA a trained bias with shared key
+heads) weights of T x S a head are kept in float32. CUDA's rms norm of queries and keys keeps its input and one number a row.
 Not counted: masks of padded or packed rows.
 """
 
@@ -43,21 +44,30 @@ def count_saved(
 ) -> dict[str, int]:
     """Bytes kept for the backward pass, by part; `logits` is of how many positions the log-probabilities are kept.
 
-    With checkpointing, each block keeps its input alone, under "blocks".
+    "projections" hold what is linear in the length, "attention" what grows with its square, "norm" the stream that norms read.
+    With checkpointing each block keeps its input alone, a part of the stream. autocast's copies of weights are with their parts.
     """
-    c, T, S, matrices = config, at.target, at.source, count_matrices(config)
-    total = {"embedding": _entry(c, batch, at, setting), "head": _head(c, batch, T, S, setting, logits)}
+    c, T, S = config, at.target, at.source
+    total = {"embedding": _entry(c, batch, at, setting), "projections": 0, "attention": 0, "feedforward": 0, "norm": 0}
+    total["head"] = _head(c, batch, T, S, setting, logits)
     if checkpointing:
         tokens = c.n_layers * (S or T) + c.n_decoder_layers * T + S  # the decoder's blocks share the memory
-        kept = matrices["embedding"] + matrices["head"] if setting.half else 0
-        return total | {"blocks": 4 * batch * tokens * c.d_model, "weights": 2 * kept}
-    total |= {"norm": 0, "attention": 0, "feedforward": 0}
-    for layers, block in count_blocks(c, batch, at, setting):
-        for part, n in block.items():
-            total[part] += layers * n
-    if S and not setting.half:  # all layers read the same memory; under autocast each makes its copy
-        total["attention"] -= (c.n_decoder_layers - 1) * 4 * batch * S * c.d_model
-    return total | {"weights": 2 * sum(matrices.values()) if setting.half else 0}
+        total["norm"] = 4 * batch * tokens * c.d_model
+    else:
+        for layers, block in count_blocks(c, batch, at, setting):
+            for part, n in block.items():
+                total[part] += layers * n
+        if S and not setting.half:  # all layers read the same memory; under autocast each makes its copy
+            total["projections"] -= (c.n_decoder_layers - 1) * 4 * batch * S * c.d_model
+    for part, n in count_copies(c, setting).items():
+        total[part] += 0 if checkpointing and part in ("projections", "feedforward") else n
+    return total
+
+
+def count_copies(config: Config, setting: Setting) -> dict[str, int]:
+    """The bfloat16 copies of weights that autocast makes and keeps."""
+    names = {"attention": "projections"}
+    return {names.get(part, part): 2 * n for part, n in count_matrices(config).items()} if setting.half else {}
 
 
 def count_blocks(config: Config, batch: int, at: Lengths, setting: Setting) -> list[tuple[int, dict[str, int]]]:
@@ -71,12 +81,15 @@ def _block(c: Config, batch: int, T: int, S: int, setting: Setting, *, causal: b
     """S > 0 gives it cross-attention over S positions."""
     steps, tokens = (3 if S else 2), batch * T
     dropped = (1 if setting.cuda else setting.size) * c.d_model if c.dropout else 0
-    attention = _attention(c, batch, T, T, setting) + _written_out(c, T, setting, causal=causal)
+    projections = _attention(c, batch, T, T, setting)
+    weights = batch * c.n_heads * T * T * _weights_kept(c, setting) + _written_out(c, T, setting, causal=causal)
     if S:
-        attention += _attention(c, batch, T, S, setting, cross=True)
+        projections += _attention(c, batch, T, S, setting, cross=True)
+        weights += batch * c.n_heads * T * S * _weights_kept(c, setting, cross=True)
     return {
         "norm": steps * tokens * _norm(c, setting),
-        "attention": attention + (steps - 1) * tokens * dropped,
+        "projections": projections + (steps - 1) * tokens * dropped,
+        "attention": weights,
         "feedforward": tokens * (setting.size * (c.d_model + _widths(c) * c.d_ff) + dropped),
     }
 
@@ -97,18 +110,16 @@ def _attention(c: Config, batch: int, T: int, S: int, setting: Setting, *, cross
     size, d_q, d_kv = setting.size, c.n_heads * c.d_head, c.n_kv_heads * c.d_head
     queries, keys = batch * T, batch * S
     rotary = c.positions == "rotary" and not cross
-    learned_bias = c.positions == "t5" and not cross
     total = size * queries * (c.d_model + d_q)  # the input, and the result as the output projection reads it
     total += size * keys * c.d_model if cross else 0
     if c.qk_norm:
-        copies = 2 if setting.half else 1  # the normed numbers; under autocast their input is widened first
+        # CUDA's kernel reads what is kept anyway; a CPU keeps the normed numbers, and under autocast their input, widened.
+        copies = 0 if setting.cuda else 2 if setting.half else 1
         total += 4 * (queries * (copies * d_q + c.n_heads) + keys * (copies * d_kv + c.n_kv_heads))
     if c.kernel == "explicit":
-        tables = 4 + size * (2 if c.attention_dropout else 1)
-        return total + tables * batch * c.n_heads * T * S + size * (queries * d_q + 2 * keys * d_kv)
-    if not setting.cuda and (c.attention_dropout or learned_bias):
-        tables = 3 if c.attention_dropout else 1  # not fused: in float32, with shared keys repeated
-        return total + 4 * (tables * batch * c.n_heads * T * S + (queries + 2 * keys) * d_q)
+        return total + size * (queries * d_q + 2 * keys * d_kv)
+    if _weights_kept(c, setting, cross=cross):  # not fused: in float32, with shared keys repeated
+        return total + 4 * (queries + 2 * keys) * d_q
     total += size * (queries * d_q + 2 * keys * d_kv) + 4 * queries * c.n_heads
     if rotary or c.qk_norm:
         total += size * (queries * d_q + keys * d_kv)
@@ -116,6 +127,20 @@ def _attention(c: Config, batch: int, T: int, S: int, setting: Setting, *, cross
     if (rotary and not c.rotary_interleaved) or c.qk_norm or (_is_narrow(c, T) and not cross):
         total += size * queries * d_q
     return total
+
+
+def _weights_kept(c: Config, setting: Setting, *, cross: bool = False) -> int:
+    """Bytes kept for each pair of a query and a key, a head: none where a fused kernel runs."""
+    if c.kernel == "explicit":
+        return 4 + setting.size * (2 if c.attention_dropout else 1)
+    if (not cross and _is_apart(c, setting)) or (c.attention_dropout and not setting.cuda):
+        return 4 * (3 if c.attention_dropout else 1)
+    return 0
+
+
+def _is_apart(c: Config, setting: Setting) -> bool:
+    """A bias that learns: no kernel of a CPU gives it a gradient, and of CUDA's only one that knows no shared keys."""
+    return c.positions == "t5" and (not setting.cuda or c.n_kv_heads != c.n_heads)
 
 
 def _is_narrow(c: Config, T: int) -> bool:
@@ -128,7 +153,7 @@ def _written_out(c: Config, T: int, setting: Setting, *, causal: bool) -> int:
     pairs = T * T * (c.n_heads if biased else 1)
     if not (biased or 0 < c.window < T) or _is_narrow(c, T) or pairs > WRITTEN_OUT:
         return 0
-    fused = c.kernel != "explicit" and (setting.cuda or (not c.attention_dropout and c.positions != "t5"))
+    fused = c.kernel != "explicit" and not _is_apart(c, setting) and (setting.cuda or not c.attention_dropout)
     return setting.size * pairs if fused else T * T * int(causal)
 
 

@@ -9,28 +9,36 @@ allocator's rounding, a compiled graph's own choices and what torch itself takes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from clearhead.config import Config
-from clearhead.costs.activations import Setting, count_blocks, count_saved
+from clearhead.costs.activations import Setting, count_blocks, count_copies, count_saved
 from clearhead.costs.operations import Lengths, check_lengths, count_forward, count_training
-from clearhead.costs.parameters import count_matrices, count_parameters
+from clearhead.costs.parameters import count_matrices, count_parameters, count_weight_bytes
 from clearhead.errors import ConfigError, did_you_mean
 
 LOSS_CHUNK = 2**26  # logits that a chunked loss holds at once: as in training/losses.py
+
+PARTS: tuple[str, ...] = ("embedding", "projections", "attention", "feedforward", "norm", "head")
 
 CHOICES = {
     "mode": ("forward", "train", "decode"),
     "precision": ("float32", "bfloat16"),
     "optimizer": ("adamw", "muon", "sgd", "none"),
+    "parallel": ("fsdp", "ddp"),
+    "quantize": ("int8", "int4"),
     "device": ("cpu", "cuda"),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """A forecast. `parts` holds the same numbers part by part: `cost.parts["flops"]["attention"]`.
+    """A forecast, for one device. `parts` holds each of its numbers part by part: `cost.parts["flops"]["attention"]`.
+
+    The parts: "embedding" with positions, "projections" (q, k, v and output), "attention" (all that grows with the square of
+    the length, and the cache), "feedforward", "norm" with the residual stream it reads, "head".
 
     `flops` are what operators count: all pairs of attention, and what checkpointing computes again. `useful_flops` are the
     work the result needs: allowed pairs, everything once. Utilisation is useful_flops / seconds / the machine's peak;
@@ -48,6 +56,10 @@ class Cost:
     peak_bytes: int
     parts: Mapping[str, Mapping[str, int]]
 
+    def seconds(self, rate: float, bandwidth: float = math.inf) -> float:
+        """The time at `rate` operations a second; no less than weights and cache take to be read, at `bandwidth` bytes a second."""
+        return max(self.flops / rate, (self.weight_bytes + self.kv_cache_bytes) / bandwidth)
+
 
 def cost(
     config: Config,
@@ -60,6 +72,8 @@ def cost(
     checkpointing: bool = False,
     optimizer: str = "adamw",
     shards: int = 1,
+    parallel: str = "fsdp",
+    quantize: str | None = None,
     chunked_loss: bool = True,
     accumulation: int = 1,
     device: str = "cpu",
@@ -69,56 +83,63 @@ def cost(
     "forward" is one call without gradients, "train" one forward and backward pass and the optimizer's state, "decode" one more
     token a row with a cache that then holds `length`. Lengths not given are the longest the config allows; for sound,
     `source_length` counts what the convolutions leave, half the frames. In training, weights are float32 and "bfloat16"
-    means autocast; elsewhere the weights themselves are bfloat16. `shards` devices share weights, gradients and optimizer
-    state (FSDP), each with a batch of its own; what FSDP gathers for a moment is not counted. With `accumulation` above 1
-    the gradients of one pass are still there in the next.
+    means autocast; elsewhere the weights themselves are bfloat16, or with `quantize` int8 or int4 (layers/quantized.py).
+
+    `shards` devices work on a batch each. With "fsdp" they share weights, gradients and optimizer state, and gather for a
+    moment what they compute with: two blocks, and all that is in no block. With "ddp" each holds everything, and the gradients
+    once more to exchange them. With `accumulation` above 1 the gradients of one pass are still there in the next.
     """
-    _check_choices(mode=mode, precision=precision, optimizer=optimizer, device=device)
+    _check_choices(mode=mode, precision=precision, optimizer=optimizer, parallel=parallel, device=device)
     _check_counts(batch=batch, shards=shards, accumulation=accumulation)
+    if quantize is not None:
+        _check_choices(quantize=quantize)
+        if mode == "train":
+            raise ConfigError(f"quantised weights can not be trained; got quantize={quantize!r}; use mode='forward'")
+    if config.pruned_heads:
+        raise ConfigError(
+            f"a forecast takes layers to be alike, and this model has lost {len(config.pruned_heads)} heads; ask for the whole "
+            f"model (pruned_heads=()), which is the most it can cost, or measure it"
+        )
     if mode == "decode" and config.shape == "encoder":
         raise ConfigError("mode='decode' is for models that write; got shape='encoder'; use mode='forward'")
     at = check_lengths(config, length, source_length)
     if mode == "decode":
         at = Lengths(1, at.source, past=at.target - 1)
     setting = Setting(half=precision == "bfloat16", cuda=device == "cuda")
-    params = count_parameters(config)
+    divided = shards if parallel == "fsdp" else 1
+    whole = _parts(count_weight_bytes(config, 4 if mode == "train" else setting.size, quantize))
+    figures = {"params": _parts(count_parameters(config)), "weight_bytes": _share(whole, divided)}
+    kept_logits = 0 if chunked_loss else batch * at.target
+    nothing = dict.fromkeys(PARTS, 0)
+    gradients = state = exchanged = kv_cache = nothing
     if mode == "train":
-        kept_logits = 0 if chunked_loss else batch * at.target
         flops = count_training(config, batch, at, checkpointing=checkpointing)
         useful = count_training(config, batch, at, pairs="allowed")
         activations = count_saved(config, batch, at, setting, logits=kept_logits, checkpointing=checkpointing)
         working = _working(config, batch, at, setting, kept_logits, checkpointing=checkpointing)
+        gradients = _share({part: 4 * n for part, n in _trained(config).items()}, divided)
+        state = _share(_optimizer(config, optimizer), divided)
+        exchanged = gradients if parallel == "ddp" and shards > 1 else nothing
+        moving = _sum(activations, working)
+        # A tied table's gradients come last: one of each end, and their sum.
+        ending = _sum(gradients, {"embedding": 8 * config.vocab_size * config.d_model if config.tie_embeddings else 0})
+        # Gradients come as activations go: both are whole at once only where earlier passes left gradients.
+        moving = _sum(moving, gradients) if accumulation > 1 else dict(_largest([moving, ending]))
     else:
         flops, useful = (count_forward(config, batch, at, pairs=pairs) for pairs in ("all", "allowed"))
-        activations, working = {"widest": _widest(config, batch, at, setting)}, 0
-    size = 4 if mode == "train" else setting.size
-    weights = -(-sum(params.values()) * size // shards)
-    kv_cache = _kv_cache(config, batch, at, setting) if mode == "decode" else 0
-    gradients = state = 0
-    kept = sum(activations.values())
-    moving = kept + working
-    if mode == "train":
-        gradients, state = -(-4 * _trained(config) // shards), -(-_optimizer(config, optimizer) // shards)
-        # Gradients come as activations go: both are whole at once only where earlier passes left gradients.
-        moving = moving + gradients if accumulation > 1 else max(moving, gradients)
-    return Cost(
-        params=sum(params.values()),
-        flops=sum(flops.values()),
-        useful_flops=sum(useful.values()),
-        weight_bytes=weights,
-        gradient_bytes=gradients,
-        optimizer_bytes=state,
-        activation_bytes=kept,
-        kv_cache_bytes=kv_cache,
-        peak_bytes=weights + state + kv_cache + moving,
-        parts={
-            "params": params,
-            "flops": flops,
-            "useful_flops": useful,
-            "weight_bytes": {part: n * size // shards for part, n in params.items()},
-            "activation_bytes": activations,
-        },
-    )
+        moving = activations = _widest(config, batch, at, setting)
+        kv_cache = nothing | {"attention": _kv_cache(config, batch, at, setting)} if mode == "decode" else nothing
+    gathered = _gathered(config, whole, divided)
+    figures |= {
+        "flops": _sum(flops),
+        "useful_flops": _sum(useful),
+        "gradient_bytes": _sum(gradients, exchanged),
+        "optimizer_bytes": state,
+        "activation_bytes": _sum(activations),
+        "kv_cache_bytes": kv_cache,
+        "peak_bytes": _sum(figures["weight_bytes"], gathered, state, exchanged, kv_cache, moving),
+    }
+    return Cost(**{name: _total(parts) for name, parts in figures.items()}, parts=figures)
 
 
 def _check_choices(**choices: str) -> None:
@@ -133,24 +154,53 @@ def _check_counts(**counts: int) -> None:
             raise ConfigError(f"{name}={n} is too small; nearest valid: {name}=1")
 
 
-def _trained(c: Config) -> int:
+def _parts(counted: Mapping[str, int]) -> dict[str, int]:
+    """Numbers of parameters under our parts' names: all that attention learns is in its projections."""
+    names = {"attention": "projections"}
+    return _sum({names.get(part, part): n for part, n in counted.items()})
+
+
+def _sum(*all_parts: Mapping[str, int]) -> dict[str, int]:
+    return {part: sum(parts.get(part, 0) for parts in all_parts) for part in PARTS}
+
+
+def _share(parts: Mapping[str, int], shards: int) -> dict[str, int]:
+    return {part: -(-n // shards) for part, n in parts.items()}
+
+
+def _total(parts: Mapping[str, int]) -> int:
+    return sum(parts.values())
+
+
+def _largest(choices: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
+    return max(choices, key=_total)
+
+
+def _trained(c: Config) -> dict[str, int]:
     """All parameters, but Whisper's table of sinusoids."""
     fixed = c.max_source_len * c.d_model if c.inputs == "frames" and c.positions == "learned" else 0
-    return sum(count_parameters(c).values()) - fixed
+    parts = _parts(count_parameters(c))
+    return parts | {"embedding": parts["embedding"] - fixed}
 
 
-def _optimizer(c: Config, optimizer: str) -> int:
+def _optimizer(c: Config, optimizer: str) -> dict[str, int]:
     """AdamW keeps two float32 moments a parameter, SGD one; Muon one for the blocks' matrices, and AdamW has the rest."""
-    match optimizer:
-        case "adamw":
-            return 8 * _trained(c)
-        case "muon":
-            matrices = count_matrices(c)
-            return 8 * _trained(c) - 4 * (matrices["attention"] + matrices["feedforward"])
-        case "sgd":
-            return 4 * _trained(c)
-        case _:
-            return 0
+    moments = {"adamw": 2, "muon": 2, "sgd": 1, "none": 0}[optimizer]
+    state = {part: 4 * moments * n for part, n in _trained(c).items()}
+    if optimizer == "muon":
+        matrices = _parts(count_matrices(c))
+        for part in ("projections", "feedforward"):
+            state[part] -= 4 * matrices[part]
+    return state
+
+
+def _gathered(c: Config, whole: Mapping[str, int], shards: int) -> dict[str, int]:
+    """What FSDP holds for a moment beyond its share."""
+    layers = c.n_layers + c.n_decoder_layers
+    held = {part: n * min(2, layers) // layers for part, n in whole.items()} | {
+        part: whole[part] for part in ("embedding", "head")
+    }
+    return {part: n * (shards - 1) // shards for part, n in held.items()}
 
 
 def _kv_cache(c: Config, batch: int, at: Lengths, setting: Setting) -> int:
@@ -160,16 +210,24 @@ def _kv_cache(c: Config, batch: int, at: Lengths, setting: Setting) -> int:
     return 2 * setting.size * batch * layers * (slots + at.source) * c.n_kv_heads * c.d_head
 
 
-def _widest(c: Config, batch: int, at: Lengths, setting: Setting) -> int:
+def _widest(c: Config, batch: int, at: Lengths, setting: Setting) -> Mapping[str, int]:
     """Without gradients: the stream and a step's input, and q k v and the result, or the feed-forward's; or the logits."""
     d_q, d_kv = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
-    step = 2 * c.d_model + max(2 * d_q + 2 * d_kv, c.d_ff * (4 if c.gated else 2))
-    reading = at.source if at.past == 0 else 0
+    tokens = setting.size * batch * max(at.target, at.source if at.past == 0 else 0)
+    stream = {"norm": 2 * c.d_model * tokens}
     scores = c.d_model + c.vocab_size if c.head == "tokens" else 0
-    return setting.size * batch * max(step * max(at.target, reading), scores * at.target)
+    return _largest(
+        [
+            stream | {"projections": (2 * d_q + 2 * d_kv) * tokens},
+            stream | {"feedforward": c.d_ff * (4 if c.gated else 2) * tokens},
+            {"head": setting.size * batch * scores * at.target},
+        ]
+    )
 
 
-def _working(c: Config, batch: int, at: Lengths, setting: Setting, kept_logits: int, *, checkpointing: bool) -> int:
+def _working(
+    c: Config, batch: int, at: Lengths, setting: Setting, kept_logits: int, *, checkpointing: bool
+) -> dict[str, int]:
     """What is at work beside all that is kept, at the worst moment of the backward pass.
 
     The gradient of the head's weight, and the most of: the logits of a chunk or of all, in three forms; the last block's
@@ -178,11 +236,12 @@ def _working(c: Config, batch: int, at: Lengths, setting: Setting, kept_logits: 
     """
     vocabulary = c.vocab_size if c.head == "tokens" else 0
     logits = kept_logits * vocabulary or min(LOSS_CHUNK, batch * at.target * vocabulary)
-    gone = 4 * kept_logits * vocabulary  # one of the three forms is kept, until the head is done
-    a_chunks_gradient = 0 if kept_logits else setting.size * vocabulary * c.d_model
-    inside = setting.size * batch * max(at.target, at.source) * c.d_ff * (3 if c.gated else 2) - gone
-    work = [12 * logits - gone + a_chunks_gradient, inside]
+    gone = {"head": -4 * kept_logits * vocabulary}  # one of the three forms is kept, until the head is done
+    a_chunks_gradient = {"head": 0 if kept_logits else setting.size * vocabulary * c.d_model}
+    tokens = batch * max(at.target, at.source)
+    inside = _sum({"feedforward": setting.size * tokens * c.d_ff * (3 if c.gated else 2)}, gone)
+    work = [_sum({"head": 12 * logits}, gone, a_chunks_gradient), inside]
     if checkpointing:
-        work += [inside + sum(block.values()) for _, block in count_blocks(c, batch, at, setting)]
-        work.append(2 * sum(count_matrices(c).values()) if setting.half else 0)
-    return 4 * vocabulary * c.d_model + max(work)
+        work += [_sum(inside, block) for _, block in count_blocks(c, batch, at, setting)]
+        work.append(_sum(count_copies(c, setting)))
+    return _sum({"head": 4 * vocabulary * c.d_model}, _largest(work))

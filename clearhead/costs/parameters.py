@@ -1,4 +1,4 @@
-"""How many parameters a config has, part by part, without building it (and without torch)."""
+"""How many parameters a config has and what they weigh, part by part, without building it (and without torch)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def count_parameters(config: Config) -> dict[str, int]:
     crosses = decoder if c.shape == "encoder-decoder" else 0
     return {
         "embedding": _embedding(c),
-        "attention": (layers + crosses) * _attention(c),
+        "attention": (layers + crosses) * _attention(c) - _pruned(c),
         "feedforward": layers * _feedforward(c),
         "norm": _norms(c, layers, crosses),
         "head": _head(c),
@@ -34,6 +34,36 @@ def count_matrices(config: Config) -> dict[str, int]:
         "feedforward": layers * (3 if c.gated else 2) * c.d_model * c.d_ff,
         "head": (head + (c.d_model if dense else 0)) * c.d_model,
     }
+
+
+def count_weight_bytes(config: Config, size: int, quantize: str | None = None) -> dict[str, int]:
+    """What the parameters weigh at `size` bytes each, or with the large ones rounded as layers/quantized.py does it.
+
+    int8 holds a byte a number and a float16 scale for each 64 of a row: 8.25 bits. int4 holds half a byte and two float16 for
+    each 32: 5 bits; a row that 32 does not divide stays at int8, and so do embedding and head.
+    """
+    c = config
+    total = {part: n * size for part, n in count_parameters(c).items()}
+    if quantize is None:
+        return total
+    encoder, decoder = _layers(c)
+    layers, crosses = encoder + decoder, decoder if c.shape == "encoder-decoder" else 0
+    d_q, d_kv, into = c.n_heads * c.d_head, c.n_kv_heads * c.d_head, 2 if c.gated else 1
+    tables = {"tokens": c.vocab_size + c.source_vocab_size, "patches": 0, "frames": c.vocab_size}[c.inputs]
+    own_head = c.head == "tokens" and not c.tie_embeddings
+    matrices = [  # part, how many, rows, numbers in a row, bits
+        ("embedding", 1, tables, c.d_model, "int8"),
+        ("attention", layers + crosses, d_q + 2 * d_kv, c.d_model, quantize),
+        ("attention", layers + crosses, c.d_model, d_q, quantize),
+        ("feedforward", layers, into * c.d_ff, c.d_model, quantize),
+        ("feedforward", layers, c.d_model, c.d_ff, quantize),
+        ("head", int(own_head), c.vocab_size, c.d_model, "int8"),
+    ]
+    for part, count, rows, width, kind in matrices:
+        narrow = kind == "int4" and width % 32 == 0
+        row = width // 2 + 4 * (width // 32) if narrow else width + 2 * -(-width // 64)
+        total[part] += count * rows * (row - width * size)
+    return total
 
 
 def _layers(c: Config) -> tuple[int, int]:
@@ -68,6 +98,14 @@ def _attention(c: Config) -> int:
     widths = {"q": d_q, "k": d_kv, "v": d_kv, "o": c.d_model}
     weights = c.d_model * (d_q + 2 * d_kv) + d_q * c.d_model
     return weights + sum(widths[letter] for letter in c.attention_bias)
+
+
+def _pruned(c: Config) -> int:
+    """What was in the heads that are gone; of k and v, one of each for every n_heads / n_kv_heads of them."""
+    d_q = len(c.pruned_heads) * c.d_head
+    d_kv = d_q * c.n_kv_heads // c.n_heads
+    widths = {"q": d_q, "k": d_kv, "v": d_kv, "o": 0}
+    return 2 * c.d_model * (d_q + d_kv) + sum(widths[letter] for letter in c.attention_bias)
 
 
 def _feedforward(c: Config) -> int:

@@ -3,50 +3,97 @@
     with ch.probe(model, "blocks.*.attention.weights") as seen:
         model(tokens)
     seen["blocks.3.attention.weights"]            # (B, H, T, S)
-    seen.rows("blocks.3.attention.weights", slice(5, 6))
+    seen.rows("blocks.3.attention.weights", -1, head=5)  # (B, 1, 1, S): one row of one head
 
 The model runs as it always does, on its fast kernels: of attention, only q and k are kept, and weights are computed from them
-when asked for, for just the rows asked for.
+when asked for, for just the heads and rows asked for. Of a long text, `probe(..., head=5, rows=-1)` keeps no more than these need.
+
+A compiled model, handed in as such, runs uncompiled as long as it is looked at: its graphs know no hooks. A function compiled
+around a model keeps its graph, which passes no hook (the site is then "not reached"): call the model itself.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from clearhead.errors import InputError, did_you_mean
 from clearhead.layers.attention import Attend
 from clearhead.layers.block import Block
-from clearhead.layers.feedforward import FeedForward
-from clearhead.layers.kernels import attention_scores, attention_weights
+from clearhead.layers.kernels import attention_scores, softmax_of
 from clearhead.layers.masks import Mask
 from clearhead.layers.pages import unpage
 from clearhead.layers.positions import Bias
 
-ATTENTION = ("q", "k", "v", "scores", "weights", "out")
+# By the legend of layers/: what each part of an attention, and each other place of a block, holds.
+ATTENTION = {
+    "q": "(B, H, T, E)",
+    "k": "(B, K, S, E)",
+    "v": "(B, K, S, E)",
+    "scores": "(B, H, T, S)",
+    "weights": "(B, H, T, S)",
+    "out": "(B, H, T, E)",
+}
+OTHERS = {"feedforward.hidden": "(B, T, F)", "residual": "(B, T, D)"}
+
+Heads = int | Sequence[int] | None  # None: all
+Rows = int | slice
+ALL = slice(None)
 
 
 @dataclass(frozen=True)
 class Look:
-    """What one attention was given: enough to compute any of its rows. Copies, since a cache writes over its keys."""
+    """What one attention was given: enough to compute the rows and heads that were asked for.
 
-    q: Tensor
-    k: Tensor
-    mask: Mask | None
+    Copies, since a cache writes over its keys.
+    """
+
+    q: Float[Tensor, "B h t E"]
+    k: Float[Tensor, "B _ S E"]
+    heads: tuple[int, ...]  # of the attention, those in q
+    groups: tuple[int, ...]  # of k, the one that each of them looks at
+    T: int  # rows there were
+    kept: slice  # of them, those in q
+    mask: Mask
     bias: Bias | None
     scale: float | None
+
+    def scores(self, at: tuple[int, ...], rows: slice) -> Float[Tensor, "B h t S"]:
+        """q k^T / sqrt(E) + bias for some of the kept heads and rows, by their place among these."""
+        k = self.k[:, [self.groups[i] for i in at]]
+        scores = attention_scores(self.q[:, list(at), rows], k, scale=self.scale)
+        if self.bias is None:
+            return scores
+        rows, heads = self._of_all(rows), [self.heads[i] for i in at]
+        if isinstance(self.bias, Tensor):
+            bias = self.bias[:, :, rows]
+        else:
+            bias = self.bias.dense(self.mask.distances(self.T, k.shape[2], rows, ALL, k.device))
+        return scores + (bias if bias.shape[1] == 1 else bias[:, heads])
+
+    def weights(self, at: tuple[int, ...], rows: slice) -> Float[Tensor, "B h t S"]:
+        allowed = self.mask.allowed(self.T, self.k.shape[2], self._of_all(rows), ALL, self.k.device)
+        return softmax_of(self.scores(at, rows), allowed).to(self.q.dtype)
+
+    def _of_all(self, rows: slice) -> slice:
+        """Some of the kept rows, counted among all there were."""
+        which = range(*self.kept.indices(self.T))[rows]
+        return slice(which.start, max(which.stop, 0), which.step)
 
 
 class Seen:
     """The sites that a probe saw in the model's last call, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, head: Heads = None, rows: Rows = ALL) -> None:
+        self.head, self.kept = head, as_slice(rows)  # what is kept of each site
+        self.heads: dict[str, tuple[int, ...]] = {}  # of each tensor that has heads, those kept
         self.looks: dict[str, Look] = {}  # by the attention's name
         self.tensors: dict[str, Tensor] = {}
         self.sites: list[str] = []
@@ -57,86 +104,191 @@ class Seen:
     def __iter__(self) -> Iterator[str]:
         return iter(self.sites)
 
+    def __contains__(self, site: object) -> bool:
+        return site in self.sites
+
     def __len__(self) -> int:
         return len(self.sites)
 
     @torch.no_grad()
-    def rows(self, site: str, rows: slice = slice(None)) -> Tensor:
-        """A site's tensor; of attention's weights and scores only these rows of queries are computed."""
+    def rows(self, site: str, rows: Rows = ALL, *, head: Heads = None) -> Tensor:
+        """Some rows and heads of a site, no axis left out; of attention's weights and scores only these are computed.
+
+        Rows are those of the call's tokens, of k and v the keys'; where the probe kept some only, they are counted among these.
+        """
         if site not in self.sites:
             raise InputError(f"{site!r} was not probed; {did_you_mean(site, self.sites)}")
         name, _, part = site.rpartition(".")
         if site not in self.tensors and name not in self.looks:
             raise InputError(f"{site!r} was not reached; call the model inside the `with` first")
+        rows = as_slice(rows)
         if site in self.tensors:
-            return self.tensors[site]
+            tensor = self.tensors[site]
+            if head is None:
+                return tensor[..., rows, :]
+            if site not in self.heads:
+                raise InputError(f"{site!r} has no heads, but head={head!r} was asked for; leave it out")
+            return tensor[:, _places(head, self.heads[site], site), rows]
         look = self.looks[name]
-        compute = attention_scores if part == "scores" else attention_weights
-        return compute(look.q, look.k, look.mask, bias=look.bias, scale=look.scale, rows=rows)
+        at = tuple(range(len(look.heads))) if head is None else tuple(_places(head, look.heads, site))
+        return look.scores(at, rows) if part == "scores" else look.weights(at, rows)
 
 
-def sites(model: nn.Module) -> list[str]:
-    """Every place that can be looked at, in the order of the computation."""
-    found: list[str] = []
-    for name, block in model.named_modules():
-        if isinstance(block, Block):
-            steps = ("attention",) if block.cross is None else ("attention", "cross")
-            found += [f"{name}.{step}.{part}" for step in steps for part in ATTENTION]
-            found += [f"{name}.feedforward.hidden", f"{name}.residual"]
+def sites(model: nn.Module) -> dict[str, str]:
+    """Every place that can be looked at, in the order of the computation, and its shape by the legend of layers/."""
+    found: dict[str, str] = {}
+    for name, block in blocks_of(model).items():
+        if (entry := entry_of(name)) is not None:
+            found[entry] = "(B, T, D)"
+        steps = ("attention",) if block.cross is None else ("attention", "cross")
+        found |= {f"{name}.{step}.{part}": shape for step in steps for part, shape in ATTENTION.items()}
+        found |= {f"{name}.{place}": shape for place, shape in OTHERS.items()}
     return found
 
 
+def entry_of(block: str) -> str | None:
+    """The site of what enters a stack, for its first block."""
+    return block.removesuffix("blocks.0") + "embedding" if block.endswith("blocks.0") else None
+
+
+def blocks_of(model: nn.Module) -> dict[str, Block]:
+    """A model's blocks by name, compiled or not."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, Block)}
+    return {".".join(part for part in name.split(".") if part != "_orig_mod"): block for name, block in found.items()}
+
+
 @contextmanager
-def probe(model: nn.Module, *patterns: str) -> Generator[Seen]:
-    """Look at the sites whose names match a pattern (`*` matches anything). Nothing stays attached afterwards."""
-    seen, known = Seen(), sites(model)
-    for pattern in patterns or ("*",):
-        matched = fnmatch.filter(known, pattern)
-        if not matched:
-            raise InputError(f"no site matches {pattern!r}; {did_you_mean(pattern, known)}")
-        seen.sites += [site for site in matched if site not in seen.sites]
-    handles: list[Any] = []
+def uncompiled(model: nn.Module) -> Generator[None]:
+    """Compiled modules, the model itself or inside it, run as they were written."""
+    whole = [module for module in model.modules() if module._compiled_call_impl is not None]  # pyright: ignore[reportPrivateUsage]
+    around = [module for module in model.modules() if "_orig_mod" in module._modules]  # pyright: ignore[reportPrivateUsage]
+    graphs = [module._compiled_call_impl for module in whole]  # pyright: ignore[reportPrivateUsage]
+    forwards = [module.forward for module in around]
     try:
-        for name, module in model.named_modules():
-            if isinstance(module, Attend):
-                place = name.removesuffix(".heads")
-                wanted = [part for part in ATTENTION if f"{place}.{part}" in seen.sites]
-                if wanted:
-                    handles.append(module.register_forward_hook(_keep_look(seen, place, wanted)))
-            elif isinstance(module, FeedForward) and f"{name}.hidden" in seen.sites:
-                handles.append(module.down.register_forward_pre_hook(_keep_input(seen, f"{name}.hidden")))
-            elif isinstance(module, Block) and f"{name}.residual" in seen.sites:
-                handles.append(module.register_forward_hook(_keep_output(seen, f"{name}.residual")))
-        yield seen
+        for module in whole:
+            module._compiled_call_impl = None  # pyright: ignore[reportPrivateUsage]
+        for module in around:
+            module.forward = module.get_submodule("_orig_mod").__call__
+        yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for module, graph in zip(whole, graphs, strict=True):
+            module._compiled_call_impl = graph  # pyright: ignore[reportPrivateUsage]
+        for module, forward in zip(around, forwards, strict=True):
+            module.forward = forward
+
+
+def find_sites(pattern: str, known: Sequence[str]) -> list[str]:
+    matched = fnmatch.filter(known, pattern)
+    if not matched:
+        raise InputError(f"no site matches {pattern!r}; {did_you_mean(pattern, known)}")
+    return matched
+
+
+@contextmanager
+def probe(model: nn.Module, *patterns: str, head: Heads = None, rows: Rows = ALL) -> Generator[Seen]:
+    """Look at the sites whose names match a pattern (`*` matches anything). Nothing stays attached afterwards.
+
+    Only what `head` and `rows` name is kept, and `seen` shows it alone: of GPT-2 at 32,768 tokens, a layer's queries and keys
+    are 200 MB, the keys of one head 8 MB.
+    """
+    seen, known = Seen(head, rows), list(sites(model))
+    for pattern in patterns or ("*",):
+        seen.sites += [site for site in find_sites(pattern, known) if site not in seen.sites]
+    with ExitStack() as attached:
+        attached.enter_context(uncompiled(model))
+        for name, block in blocks_of(model).items():
+            if (entry := entry_of(name)) in seen.sites:
+                attached.callback(block.register_forward_pre_hook(_keep_input(seen, str(entry))).remove)
+            for step, attention in (("attention", block.attention), ("cross", block.cross)):
+                wanted = [part for part in ATTENTION if f"{name}.{step}.{part}" in seen.sites]
+                if attention is not None and wanted:
+                    keep = _keep_look(seen, f"{name}.{step}", wanted)
+                    attached.callback(attention.heads.register_forward_hook(keep).remove)
+            if f"{name}.feedforward.hidden" in seen.sites:
+                keep = _keep_input(seen, f"{name}.feedforward.hidden")
+                attached.callback(block.feedforward.down.register_forward_pre_hook(keep).remove)
+            if f"{name}.residual" in seen.sites:
+                keep = _keep_output(seen, f"{name}.residual")
+                attached.callback(block.register_forward_hook(keep).remove)
+        yield seen
+
+
+def heads_of(head: Heads, n_heads: int, site: str) -> tuple[int, ...]:
+    """The heads named, each below `n_heads`."""
+    heads = tuple(range(n_heads)) if head is None else (head,) if isinstance(head, int) else tuple(head)
+    wrong = [h for h in heads if not 0 <= h < n_heads]
+    if wrong or not heads:
+        raise InputError(f"{site!r} has heads 0 .. {n_heads - 1}; got head={head!r}; name one or some of these")
+    return heads
+
+
+def as_slice(rows: Rows) -> slice:
+    return rows if isinstance(rows, slice) else slice(rows, rows + 1 or None)
+
+
+def _places(head: Heads, kept: tuple[int, ...], site: str) -> list[int]:
+    """Where the heads asked for stand among those kept."""
+    heads = (head,) if isinstance(head, int) else tuple(head or ())
+    if not heads or not set(heads) <= set(kept):
+        held = ", ".join(map(str, kept))
+        raise InputError(f"of {site!r} the heads {held} are there; got head={head!r}; name one or some of these")
+    return [kept.index(h) for h in heads]
+
+
+Given = tuple[Tensor, Tensor, Tensor, Mask, Bias | None]  # q, k, v, mask, bias
+
+
+def lay_out(inputs: tuple[Any, ...]) -> Given:
+    """An attention's inputs, keys and values side by side if they were in blocks."""
+    q, k, v, mask, bias = inputs
+    return q, *unpage(k, v, Mask() if mask is None else mask), bias
+
+
+def look_at(given: Given, scale: float | None, heads: tuple[int, ...], rows: slice = ALL) -> Look:
+    """What these heads and rows need of an attention's inputs, not copied."""
+    q, k, _, mask, bias = given
+    group = q.shape[1] // k.shape[1]
+    groups = tuple(dict.fromkeys(head // group for head in heads))  # one key head serves several queries'
+    served = tuple(groups.index(head // group) for head in heads)
+    return Look(
+        _heads_of(q, heads)[:, :, rows], _heads_of(k, groups), heads, served, q.shape[2], rows, mask, bias, scale
+    )
+
+
+def _heads_of(x: Float[Tensor, "B h T E"], heads: tuple[int, ...]) -> Float[Tensor, "B _ T E"]:
+    return x if len(heads) == x.shape[1] else x[:, list(heads)]
 
 
 def _keep_look(seen: Seen, name: str, wanted: list[str]) -> Callable[..., None]:
-    def hook(module: Attend, inputs: tuple[Any, ...], out: Tensor) -> None:
-        q, k, v, mask, bias = inputs
-        if mask is not None:
-            k, v, mask = unpage(k, v, mask)
-        tensors = {"q": q, "k": k, "v": v, "out": out}
-        kept = {part: tensors[part].detach().clone() for part in wanted if part in tensors}
-        seen.tensors.update({f"{name}.{part}": tensor for part, tensor in kept.items()})
+    def hook(attention: Attend, inputs: tuple[Any, ...], out: Tensor) -> None:
+        given = lay_out(inputs)
+        heads = heads_of(seen.head, out.shape[1], name)
+        groups = tuple(dict.fromkeys(head * given[1].shape[1] // out.shape[1] for head in heads))
         if "weights" in wanted or "scores" in wanted:
-            q, k = (kept[part] if part in kept else tensors[part].detach().clone() for part in "qk")
-            seen.looks[name] = Look(q, k, mask, bias, module.scale)
+            look = look_at(given, attention.scale, heads, seen.kept)
+            seen.looks[name] = replace(look, q=look.q.detach().clone(), k=look.k.detach().clone())
+        for part, x in zip(("q", "k", "v", "out"), (*given[:3], out), strict=True):
+            if part in wanted:
+                which, rows = (groups, ALL) if part in "kv" else (heads, seen.kept)
+                seen.tensors[f"{name}.{part}"] = _heads_of(x, which)[:, :, rows].detach().clone()
+                seen.heads[f"{name}.{part}"] = which
 
     return hook
 
 
 def _keep_input(seen: Seen, name: str) -> Callable[..., None]:
     def hook(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-        seen.tensors[name] = inputs[0].detach()
+        seen.tensors[name] = _rows_of(inputs[0], seen.kept)
 
     return hook
 
 
 def _keep_output(seen: Seen, name: str) -> Callable[..., None]:
     def hook(_: nn.Module, __: tuple[Any, ...], out: Tensor) -> None:
-        seen.tensors[name] = out.detach()
+        seen.tensors[name] = _rows_of(out, seen.kept)
 
     return hook
+
+
+def _rows_of(x: Float[Tensor, "B T d"], rows: slice) -> Float[Tensor, "B t d"]:
+    return x.detach() if rows == ALL else x[:, rows].detach().clone()

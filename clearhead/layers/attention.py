@@ -37,6 +37,7 @@ class MultiHeadAttention(nn.Module):
 
     y is x itself, or with `cross=True` the encoder's output. `bias` names which of q k v o carry one.
     Self-attention projects q, k and v in one product, cross-attention k and v; saved, all have names of their own.
+    Where heads were pruned, `kept` says which these are, since a bias is each head's own.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class MultiHeadAttention(nn.Module):
         scale: float | None = None,
         dropout: float = 0.0,
         kernel: str = "auto",
+        kept: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
+        self.kept, self.n_kv_heads = kept, n_kv_heads or n_heads
         self.d_head = d_head or d_model // n_heads
         d_q, d_kv = n_heads * self.d_head, (n_kv_heads or n_heads) * self.d_head
         biased = {f"{letter}_proj" for letter in bias}
@@ -91,6 +94,8 @@ class MultiHeadAttention(nn.Module):
                 q, k = rotate(q, angles), rotate(k, angles)
             if cache is not None:
                 k, v = cache.extend(k, v)
+        if bias is not None and self.kept:
+            bias = bias[:, list(self.kept)] if isinstance(bias, Tensor) else bias.only(self.kept)
         return self.o_proj(self.heads(q, k, v, mask, bias).transpose(1, 2).flatten(2))
 
     def _split(self, x: Float[Tensor, "B T _"]) -> Float[Tensor, "B h T E"]:
@@ -99,7 +104,8 @@ class MultiHeadAttention(nn.Module):
     def _read(self, memory: Float[Tensor, "B S D"] | None, cache: AnyLayerCache | None) -> tuple[Tensor, Tensor]:
         """Keys and values of the encoder's output: computed once, then kept by the cache."""
         if cache is not None and cache.cross is not None:
-            return cache.cross
+            k, v = cache.cross  # a pool has room for heads that may have been pruned
+            return k[:, : self.n_kv_heads], v[:, : self.n_kv_heads]
         assert memory is not None, "cross-attention needs the encoder's output, or a cache that has read it"
         k, v = (self._split(part) for part in self.kv(memory))
         k = self.k_norm(k)

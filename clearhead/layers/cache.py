@@ -76,7 +76,7 @@ class Cache:
         batch: int,
         max_len: int,
         n_layers: int,
-        n_kv_heads: int,
+        n_kv_heads: int | Sequence[int],
         d_head: int,
         window: int = 0,
         device: torch.device | str | None = None,
@@ -88,10 +88,9 @@ class Cache:
             )
         self.max_len, self.length = max_len, 0
         self.slots = min(window, max_len) if window else max_len
-        shape = (batch, n_kv_heads, self.slots, d_head)
-        self.layers = [
-            LayerCache(*(torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")) for _ in range(n_layers)
-        ]
+        each = [n_kv_heads] * n_layers if isinstance(n_kv_heads, int) else n_kv_heads
+        shapes = [(batch, n, self.slots, d_head) for n in each]
+        self.layers = [LayerCache(*(torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")) for shape in shapes]
         self.counts: Int[Tensor, " B"] | None = None  # real tokens so far; None: `length` in every row
         self.memory_mask: Mask | None = None  # of the cross-attention
 

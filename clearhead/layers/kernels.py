@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -85,12 +85,18 @@ def attention_weights(
     T, S = q.shape[2], k.shape[2]
     mask = check_mask(mask)
     scores = attention_scores(q, k, mask, bias=bias, scale=scale, rows=rows)
-    allowed = mask.allowed(T, S, rows, ALL, q.device)
+    return softmax_of(scores, mask.allowed(T, S, rows, ALL, q.device)).to(q.dtype)
+
+
+def softmax_of(
+    scores: Float[Tensor, "B h t S"], allowed: Bool[Tensor, "_ 1 _ S"] | None = None
+) -> Float[Tensor, "B h t S"]:
+    """softmax over the allowed keys; zeros where there is none."""
     if allowed is None:
-        return scores.softmax(-1).to(q.dtype)
+        return scores.softmax(-1)
     # The lowest finite number, not -inf: a row of nothing but -inf is NaN, here it is uniform and then zeroed.
     weights = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(-1)
-    return weights.masked_fill(~allowed, 0).to(q.dtype)
+    return weights.masked_fill(~allowed, 0)
 
 
 def attention_scores(

@@ -76,7 +76,8 @@ def flat(x: Float[Tensor, "*_ D"]) -> Float[Tensor, "R D"]:
 def is_bare(*tensors: Tensor) -> bool:
     """Whether these are just memory, and nobody watches the operators: what a kernel outside torch may read."""
     return (
-        not torch.compiler.is_compiling()
+        tensors[0].device.type in ("cpu", "cuda")
+        and not torch.compiler.is_compiling()
         and all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
         and not torch.is_autocast_enabled(tensors[0].device.type)
         and not dispatch_modes()  # counters of FLOPs, fake tensors

@@ -1,14 +1,19 @@
-// Products and attention for a few rows on a CPU, where reading the weights takes the time: each is read once, by all threads,
-// at the speed of the memory. Plain C functions on plain pointers; native.py compiles this file on first use.
+// Products, attention and whole steps for a few rows on a CPU, where reading the weights takes the time: each is read once, by
+// all threads, at the speed of the memory. Plain C functions on plain pointers; native.py compiles this file on first use.
 //
 // Every result is summed in an order that knows nothing of the other rows, columns and threads: a row gives the same bits alone
 // and in a batch.
 
+#include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#include <sched.h>
+#include <type_traits>
+#include <vector>
 #if defined(__AVX__)
 #include <immintrin.h>
 #endif
@@ -17,7 +22,8 @@ namespace {
 
 using i64 = int64_t;
 
-constexpr i64 AHEAD = 4096;  // bytes that are asked for before they are needed
+constexpr i64 AHEAD = 4096;   // bytes that are asked for before they are needed
+constexpr i64 PIECE = 32768;  // bytes of a weight that a thread takes at a time
 
 // One register of numbers, as wide as the machine's.
 #if defined(__AVX512F__)
@@ -114,112 +120,125 @@ inline int enough(i64 products, int threads) { return products < 32768 ? 1 : thr
 // Rows dealt to one block of columns: equal shares of at most `most`.
 inline i64 share(i64 rows, i64 most) { return (rows + (rows + most - 1) / most - 1) / ((rows + most - 1) / most); }
 
-// --- float32 -------------------------------------------------------------------------------------------------------------
+inline i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
+
+// --- threads -------------------------------------------------------------------------------------------------------------
+
+// One thing that threads do together, in pieces: taken, and done.
+struct Phase {
+    alignas(64) std::atomic<i64> taken{0};
+    std::atomic<i64> done{0};
+};
+
+// One thread's view of what all do, phase after phase. A piece belongs to whoever comes first, and a phase is over when its pieces
+// are done: a thread whose core others use too is not waited for. They wait awake, as it is never for long.
+struct Team {
+    Phase* phase;
+
+    template <class Work>
+    void each(i64 pieces, const Work& work) {
+        Phase& now = *phase++;
+        for (i64 i; (i = now.taken.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
+            work(i);
+            now.done.fetch_add(1, std::memory_order_release);
+        }
+        for (int spins = 0; now.done.load(std::memory_order_acquire) < pieces; spins++)
+            if (spins < 1000)
+                pause();
+            else
+                sched_yield();
+    }
+
+    static void pause() {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        asm volatile("yield");
+#endif
+    }
+};
+
+// `work(team)` on each of these threads.
+template <class Work>
+void together(int threads, i64 n_phases, const Work& work) {
+    std::vector<Phase> phases(n_phases);
+#pragma omp parallel num_threads(threads)
+    {
+        Team team{phases.data()};
+        work(team);
+    }
+}
+
+// --- products ------------------------------------------------------------------------------------------------------------
+
+// A weight as one of three kinds: float32, or as quantized.py describes.
+struct Matrix {
+    const void* q;           // (n, d)
+    const uint16_t* scales;  // float16
+    const uint16_t* mins;
+    const float* bias;  // (n), or nothing
+    i64 n, d, bits;
+};
+
+// Inputs of packed weights are rounded to 16 bits, `span` numbers sharing a scale: an error far below that of the weights, and
+// whole numbers multiply twice as fast as real ones. Sums of 128 products fit 32 bits.
+struct Input {
+    const float* x;  // (rows, d)
+    int16_t* q;      // (rows, spans * span)
+    float* scales;   // (rows, spans)
+    float* sums;     // (rows, spans * span / 32): over 32 rounded numbers each, for the weights' minimums
+    i64 spans;
+};
+
+i64 room_for(i64 rows, i64 d) { return rows * (d + 128) / 32 * (32 * sizeof(int16_t) + 2 * sizeof(float)); }
+
+Input input(const float* x, void* memory, i64 rows, i64 d, i64 span) {
+    const i64 spans = (d + span - 1) / span;
+    float* scales = (float*)((int16_t*)memory + rows * spans * span);
+    return {x, (int16_t*)memory, scales, scales + rows * spans, spans};
+}
+
+// Where results go: over what is there, or added to it.
+struct Target {
+    float* out;
+    i64 stride;
+    const float* bias;
+    bool adds;
+
+    inline void put(i64 row, i64 c, float value) const {
+        float& to = out[row * stride + c];
+        value += bias ? bias[c] : 0.f;
+        to = adds ? to + value : value;
+    }
+};
+
+struct Float {
+    static constexpr int MOST = ROWS, COLUMNS = 4;
+    const float* w;
+    i64 d;
+};
 
 template <int C, int R>
-inline void dots(const float* w, const float* x, const float* bias, float* out, i64 n, i64 d) {
+inline void dots(const Float& weights, const Input& in, i64 row, i64 c0, float results[C][R]) {
+    const i64 d = weights.d;
+    const float *w = weights.w + c0 * d, *x = in.x + row * d;
     Wide sums[C][R] = {};
     i64 i = 0;
     for (; i + WIDE <= d; i += WIDE) {
-        Wide in[R];
-        for (int r = 0; r < R; r++) in[r] = load(x + r * d + i);
+        Wide inputs[R];
+        for (int r = 0; r < R; r++) inputs[r] = load(x + r * d + i);
         for (int c = 0; c < C; c++) {
             Wide weight = load(w + c * d + i);
             if (WIDE == 16 || i % 16 == 0) __builtin_prefetch((const char*)(w + i * C + c * 16) + (R == 1 ? AHEAD : 4 * C * d));
-            for (int r = 0; r < R; r++) sums[c][r] = fma(weight, in[r], sums[c][r]);
+            for (int r = 0; r < R; r++) sums[c][r] = fma(weight, inputs[r], sums[c][r]);
         }
     }
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) {
             float rest = 0;
             for (i64 j = i; j < d; j++) rest = fma(w[c * d + j], x[r * d + j], rest);
-            out[r * n + c] = sum(sums[c][r]) + rest + (bias ? bias[c] : 0.f);
+            results[c][r] = sum(sums[c][r]) + rest;
         }
-}
-
-template <int C>
-inline void columns(const float* w, const float* x, const float* bias, float* out, i64 rows, i64 n, i64 d) {
-    const i64 most = share(rows, ROWS);
-    for (i64 row = 0; row < rows; row += most) {
-        const float* in = x + row * d;
-        float* to = out + row * n;
-        switch (rows - row < most ? rows - row : most) {
-            case 1: dots<C, 1>(w, in, bias, to, n, d); break;
-            case 2: dots<C, 2>(w, in, bias, to, n, d); break;
-            case 3: dots<C, 3>(w, in, bias, to, n, d); break;
-#if !defined(__AVX__) || defined(__AVX512F__)
-            case 4: dots<C, 4>(w, in, bias, to, n, d); break;
-#endif
-#if defined(__AVX512F__)
-            case 5: dots<C, 5>(w, in, bias, to, n, d); break;
-            case 6: dots<C, 6>(w, in, bias, to, n, d); break;
-#endif
-        }
-    }
-}
-
-}  // namespace
-
-extern "C" void linear_f32(const float* x, const float* w, const float* bias, float* out, i64 rows, i64 n, i64 d, int threads) {
-    const i64 whole = rows == 1 ? 0 : n / 4;  // a single row reads the weights in the order they lie in
-#pragma omp parallel for schedule(static) num_threads(enough(rows * n * d, threads))
-    for (i64 block = 0; block < n - whole * 3; block++) {
-        i64 c = block < whole ? block * 4 : whole * 3 + block;
-        const float* b = bias ? bias + c : nullptr;
-        if (block < whole)
-            columns<4>(w + c * d, x, b, out + c, rows, n, d);
-        else
-            columns<1>(w + c * d, x, b, out + c, rows, n, d);
-    }
-}
-
-// --- int8 and int4 -------------------------------------------------------------------------------------------------------
-
-namespace {
-
-// Inputs are rounded to 16 bits, 64 numbers sharing a scale: an error far below that of the weights, and whole numbers multiply
-// twice as fast as real ones. Sums of 64 products fit 32 bits.
-constexpr i64 GROUP = 64;
-
-struct Input {
-    int16_t* q;     // (rows, groups * 64)
-    float* scales;  // (rows, groups)
-    float* sums;    // (rows, groups * 2): over 32 rounded numbers, for the weights' minimums
-    i64 groups;
-};
-
-Input room(i64 rows, i64 d) {
-    i64 groups = (d + GROUP - 1) / GROUP;
-    char* memory = (char*)scratch(rows * groups * (GROUP * sizeof(int16_t) + 3 * sizeof(float)));
-    float* scales = (float*)(memory + rows * groups * GROUP * sizeof(int16_t));
-    return {(int16_t*)memory, scales, scales + rows * groups, groups};
-}
-
-// `apart`: 4 is for int4, whose words hold 4 neighbours; the first of each word come first, then the second ...
-inline void round_row(const float* x, const Input& in, i64 row, i64 d, int apart) {
-    for (i64 g = 0; g < in.groups; g++) {
-        float part[GROUP] = {}, largest = 0, wrong = 0;
-        memcpy(part, x + row * d + g * GROUP, sizeof(float) * (d - g * GROUP < GROUP ? d - g * GROUP : GROUP));
-        for (int i = 0; i < GROUP; i++) {
-            float size = std::fabs(part[i]);
-            largest = size > largest ? size : largest;
-            wrong += part[i] * 0;  // NaN and infinity must come out again
-        }
-        float inverse = largest > 0 && largest < 1e38f ? 32767 / largest : 0;
-        const float scale = largest / 32767 + wrong;
-        in.scales[row * in.groups + g] = scale;
-        int16_t* to = in.q + (row * in.groups + g) * GROUP;
-        int32_t totals[2] = {};
-        for (int j = 0; j < apart; j++)
-            for (int i = 0; i < GROUP / apart; i++) {
-                float rounded = part[i * apart + j] * inverse + 12582912.f;  // 1.5 * 2^23: the whole number is in the low bits
-                int32_t bits;
-                memcpy(&bits, &rounded, sizeof bits);
-                to[j * (GROUP / apart) + i] = (int16_t)bits;
-                totals[i * apart + j >= GROUP / 2] += (int16_t)bits;
-            }
-        for (int half = 0; half < 2; half++) in.sums[(row * in.groups + g) * 2 + half] = totals[half] * scale;
-    }
 }
 
 inline float half_to_float(uint16_t half) {
@@ -229,98 +248,138 @@ inline float half_to_float(uint16_t half) {
     return value * 0x1p112f;
 }
 
-#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+// Registers of whole numbers and of sums, and how many weights int4 unpacks at a time: 4 registers' full.
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define FAST 1
+using Int = __m512i;
+using Sum = __m512;
+constexpr int SPAN = 128, QROWS = 4, QCOLUMNS = 4;
+inline Int multiply(Int sums, Int a, Int b) { return _mm512_dpwssd_epi32(sums, a, b); }
+inline Int load_whole(const int16_t* from) { return _mm512_loadu_si512(from); }
+inline Sum add(Sum sums, Int products, Sum scale) { return _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), scale, sums); }
+inline Sum times(Sum a, float b) { return _mm512_mul_ps(a, _mm512_set1_ps(b)); }
+inline float all_of(Sum sums) { return sum((Wide)sums); }
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define FAST 1
 using Int = __m256i;
 using Sum = __m256;
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-inline Int multiply(Int sums, Int a, Int b) { return _mm256_dpwssd_epi32(sums, a, b); }
-constexpr int QROWS = 4, QCOLUMNS = 4;
-#else
+constexpr int SPAN = 64, QROWS = 4, QCOLUMNS = 2;
 inline Int multiply(Int sums, Int a, Int b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
-constexpr int QROWS = 4, QCOLUMNS = 2;
-#endif
+inline Int load_whole(const int16_t* from) { return _mm256_loadu_si256((const Int*)from); }
 inline Sum add(Sum sums, Int products, Sum scale) { return _mm256_fmadd_ps(_mm256_cvtepi32_ps(products), scale, sums); }
+inline Sum times(Sum a, float b) { return _mm256_mul_ps(a, _mm256_set1_ps(b)); }
+inline float all_of(Sum sums) { return total(sums); }
 #else
-constexpr int QROWS = 4, QCOLUMNS = 2;
+constexpr int SPAN = 64, QROWS = 4, QCOLUMNS = 2;
 #endif
 
-// The weights of one column over one group, unpacked to 16 bits, and what their sums are multiplied with.
+// What can be read of a row's last span is copied where more can.
+template <class T, int N>
+inline const T* whole(T (&room)[N], const T* from, i64 there) {
+    return there >= N ? from : (const T*)memcpy(memset(room, 0, sizeof room), from, sizeof(T) * there);
+}
+
+// The weights of one column over one span, unpacked to 16 bits, and what their sums are multiplied with.
 struct Int8 {
-    static constexpr int APART = 1;
+    static constexpr int SPAN = 64, MOST = QROWS, COLUMNS = QCOLUMNS;
     const int8_t* q;         // (n, d)
-    const uint16_t* scales;  // (n, groups), float16
-    i64 d, groups;
+    const uint16_t* scales;  // (n, spans), float16
+    i64 d;
+
+    // Where the i-th number of a span stands among the unpacked ones.
+    static constexpr int place(int i) { return i; }
 
 #if FAST
+    static constexpr int PARTS = SPAN * sizeof(int16_t) / sizeof(Int);
     template <bool LAST>
-    inline void unpack(i64 c, i64 g, Int w[4], Sum& scale) const {
-        const int8_t* from = q + c * d + g * GROUP;
-        int8_t last[GROUP];
-        if (LAST) from = (int8_t*)memcpy(memset(last, 0, GROUP), from, d - g * GROUP);
-        for (int i = 0; i < 4; i++) w[i] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(from + 16 * i)));
-        scale = _mm256_cvtph_ps(_mm_set1_epi16((short)scales[c * groups + g]));
-        if (!LAST) __builtin_prefetch(from + AHEAD);
-    }
+    inline void unpack(i64 c, i64 span, Int w[PARTS], Sum& scale) const {
+        const int8_t* from = q + c * d + span * SPAN;
+        int8_t room[SPAN];
+        if (LAST) from = whole(room, from, d - span * SPAN);
+        else __builtin_prefetch(from + AHEAD);
+        const __m128i half = _mm_set1_epi16((short)scales[c * ((d + SPAN - 1) / SPAN) + span]);
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+        for (int i = 0; i < PARTS; i++) w[i] = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from + i));
+        scale = _mm512_broadcastss_ps(_mm_cvtph_ps(half));
 #else
-    inline void unpack(i64 c, i64 g, int16_t w[GROUP], float scale[2]) const {
-        for (i64 i = 0; i < GROUP; i++) w[i] = g * GROUP + i < d ? q[c * d + g * GROUP + i] : 0;
-        scale[0] = scale[1] = half_to_float(scales[c * groups + g]);
+        for (int i = 0; i < PARTS; i++) w[i] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from + i));
+        scale = _mm256_cvtph_ps(half);
+#endif
     }
 #endif
+    inline void unpack_slowly(i64 c, i64 span, int16_t w[SPAN], float scale[SPAN / 32]) const {
+        for (i64 i = 0; i < SPAN; i++) w[i] = span * SPAN + i < d ? q[c * d + span * SPAN + i] : 0;
+        scale[0] = scale[1] = half_to_float(scales[c * ((d + SPAN - 1) / SPAN) + span]);
+    }
     inline float rest(i64, const float*) const { return 0; }
 };
 
 struct Int4 {
-    static constexpr int APART = 4;
+    static constexpr int SPAN = ::SPAN, MOST = QROWS, COLUMNS = QCOLUMNS;
     const uint8_t* q;        // (n, d / 2): the even neighbour low, the odd one high
     const uint16_t* scales;  // (n, d / 32), float16
     const uint16_t* mins;
-    i64 d, groups;
+    i64 d;
 
 #if FAST
+    // A word holds 4 neighbours; the first of each word come first, then the second ...
+    static constexpr int PARTS = 4;
+    static constexpr int place(int i) { return i % 4 * (SPAN / 4) + i / 4; }
+
     template <bool LAST>
-    inline void unpack(i64 c, i64 g, Int w[4], Sum& scale) const {
-        const uint8_t* from = q + (c * d + g * GROUP) / 2;
-        const uint16_t* s = scales + c * d / 32 + g * 2;
-        Int words;
-        uint32_t pair = 0;
+    inline void unpack(i64 c, i64 span, Int w[PARTS], Sum& scale) const {
+        const uint8_t* from = q + (c * d + span * SPAN) / 2;
+        const uint16_t* s = scales + c * (d / 32) + span * (SPAN / 32);
+        uint8_t room[SPAN / 2];
+        uint16_t scales_room[SPAN / 32];
         if (LAST) {
-            words = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)from));
-            words = _mm256_inserti128_si256(words, _mm_setzero_si128(), 1);
-            pair = *s;
-        } else {
-            words = _mm256_loadu_si256((const Int*)from);
-            memcpy(&pair, s, sizeof pair);
-        }
-        const Int low = _mm256_set1_epi16(15);
+            from = whole(room, from, (d - span * SPAN) / 2);
+            s = whole(scales_room, s, d / 32 - span * (SPAN / 32));
+        } else
+            __builtin_prefetch(from + AHEAD);
+        // 16 bytes, a quarter or half of the register, are 32 weights: they have a scale of their own
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+        const Int words = _mm512_loadu_si512(from), low = _mm512_set1_epi16(15);
+        w[0] = _mm512_and_si512(words, low);
+        w[1] = _mm512_and_si512(_mm512_srli_epi16(words, 4), low);
+        w[2] = _mm512_and_si512(_mm512_srli_epi16(words, 8), low);
+        w[3] = _mm512_srli_epi16(words, 12);
+        const Int each = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+        scale = _mm512_permutexvar_ps(each, _mm512_castps128_ps512(_mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)s))));
+#else
+        const Int words = _mm256_loadu_si256((const Int*)from), low = _mm256_set1_epi16(15);
         w[0] = _mm256_and_si256(words, low);
         w[1] = _mm256_and_si256(_mm256_srli_epi16(words, 4), low);
         w[2] = _mm256_and_si256(_mm256_srli_epi16(words, 8), low);
         w[3] = _mm256_srli_epi16(words, 12);
-        // 8 words, the lower half of the register, are the first 32 weights
-        __m128 two = _mm_cvtph_ps(_mm_cvtsi32_si128((int)pair));
-        scale = _mm256_permutevar8x32_ps(_mm256_castps128_ps256(two), _mm256_set_epi32(1, 1, 1, 1, 0, 0, 0, 0));
-        if (!LAST) __builtin_prefetch(from + AHEAD);
+        uint32_t pair;
+        memcpy(&pair, s, sizeof pair);
+        const Int each = _mm256_set_epi32(1, 1, 1, 1, 0, 0, 0, 0);
+        scale = _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_cvtph_ps(_mm_cvtsi32_si128((int)pair))), each);
+#endif
     }
 #else
-    inline void unpack(i64 c, i64 g, int16_t w[GROUP], float scale[2]) const {
-        for (i64 i = 0; i < GROUP; i++) {
-            i64 at = g * GROUP + i;
-            uint8_t pair = at < d ? q[(c * d + at) / 2] : 0;
-            w[i % 4 * 16 + i / 4] = i % 2 ? pair >> 4 : pair & 15;
-        }
-        for (int half = 0; half < 2; half++)
-            scale[half] = g * 2 + half < d / 32 ? half_to_float(scales[c * d / 32 + g * 2 + half]) : 0.f;
-    }
+    static constexpr int place(int i) { return i; }
 #endif
+    inline void unpack_slowly(i64 c, i64 span, int16_t w[SPAN], float scale[SPAN / 32]) const {
+        for (i64 i = 0; i < SPAN; i++) {
+            const i64 at = span * SPAN + i;
+            const uint8_t pair = at < d ? q[(c * d + at) / 2] : 0;
+            w[i] = i % 2 ? pair >> 4 : pair & 15;
+        }
+        for (i64 i = 0; i < SPAN / 32; i++) {
+            const i64 at = span * (SPAN / 32) + i;
+            scale[i] = at < d / 32 ? half_to_float(scales[c * (d / 32) + at]) : 0.f;
+        }
+    }
+
     // The minimums' share: each times the sum of its inputs.
     inline float rest(i64 c, const float* sums) const {
-        const uint16_t* m = mins + c * d / 32;
+        const uint16_t* m = mins + c * (d / 32);
         float total = 0;
         i64 g = 0;
 #if FAST
-        Sum eight = _mm256_setzero_ps();
+        __m256 eight = _mm256_setzero_ps();
         for (; g + 8 <= d / 32; g += 8)
             eight = _mm256_fmadd_ps(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(m + g))), _mm256_loadu_ps(sums + g), eight);
         total = ::total(eight);
@@ -330,179 +389,255 @@ struct Int4 {
     }
 };
 
+template <class Weights>
+void round_row(const Input& in, i64 row, i64 d) {
+    constexpr int SPAN = Weights::SPAN;
+    for (i64 at = row * in.spans; at < (row + 1) * in.spans; at++) {
+        const i64 first = (at - row * in.spans) * SPAN;
+        float room[SPAN], sizes[WIDE] = {}, wrong[WIDE] = {}, largest = 0, scale = 0;
+        const float* x = whole(room, in.x + row * d + first, d - first);
+        for (int i = 0; i < SPAN; i += WIDE)
+            for (int j = 0; j < WIDE; j++) {
+                const float size = std::fabs(x[i + j]);
+                sizes[j] = size > sizes[j] ? size : sizes[j];
+                wrong[j] += x[i + j] * 0;  // NaN and infinity must come out again
+            }
+        for (int j = 0; j < WIDE; j++) {
+            largest = sizes[j] > largest ? sizes[j] : largest;
+            scale += wrong[j];
+        }
+        const float inverse = largest > 0 && largest < 1e38f ? 32767 / largest : 0;
+        in.scales[at] = scale += largest / 32767;
+        int32_t rounded[SPAN];
+        for (int i = 0; i < SPAN; i++) {
+            const float near = x[i] * inverse + 12582912.f;  // 1.5 * 2^23: the whole number is in the low bits
+            memcpy(rounded + i, &near, sizeof near);
+            rounded[i] = (int16_t)rounded[i];
+        }
+        for (int i = 0; i < SPAN; i++) in.q[at * SPAN + Weights::place(i)] = (int16_t)rounded[i];
+        for (int i = 0; i < SPAN; i += 32) {
+            int32_t total = 0;
+            for (int j = 0; j < 32; j++) total += rounded[i + j];
+            in.sums[(at * SPAN + i) / 32] = total * scale;
+        }
+    }
+}
+
 #if FAST
-// One group's share of the sums.
+// One span's share of the sums.
 template <int C, int R, bool LAST, class Weights>
-inline void gather(const Weights& w, const int16_t* x, const float* xs, i64 c0, i64 g, i64 groups, Sum sums[C][R]) {
+inline void gather(const Weights& w, const Input& in, i64 row, i64 c0, i64 span, Sum sums[C][R]) {
     for (int c = 0; c < C; c++) {
-        Int weights[4];
+        Int weights[Weights::PARTS];
         Sum scale;
-        w.template unpack<LAST>(c0 + c, g, weights, scale);
+        w.template unpack<LAST>(c0 + c, span, weights, scale);
         for (int r = 0; r < R; r++) {
-            const Int* from = (const Int*)(x + (r * groups + g) * GROUP);
-            Int products = _mm256_setzero_si256();
-            for (int i = 0; i < 4; i++) products = multiply(products, weights[i], _mm256_loadu_si256(from + i));
-            sums[c][r] = add(sums[c][r], products, _mm256_mul_ps(scale, _mm256_broadcast_ss(xs + r * groups + g)));
+            const i64 at = (row + r) * in.spans + span;
+            Int products = {};
+            for (int i = 0; i < Weights::PARTS; i++)
+                products = multiply(products, weights[i], load_whole(in.q + at * Weights::SPAN + i * (Weights::SPAN / Weights::PARTS)));
+            sums[c][r] = add(sums[c][r], products, times(scale, in.scales[at]));
         }
     }
 }
 #endif
 
 template <int C, int R, class Weights>
-inline void dots(const Weights& w, const Input& in, i64 row, i64 c0, const float* bias, float* out, i64 n) {
-    const int16_t* x = in.q + row * in.groups * GROUP;
-    const float* xs = in.scales + row * in.groups;
-    float results[C][R];
+inline void dots(const Weights& w, const Input& in, i64 row, i64 c0, float results[C][R]) {
 #if FAST
-    Sum sums[C][R];
+    Sum sums[C][R] = {};
+    const i64 whole = w.d / Weights::SPAN;
+    for (i64 span = 0; span < whole; span++) gather<C, R, false>(w, in, row, c0, span, sums);
+    if (whole < in.spans) gather<C, R, true>(w, in, row, c0, whole, sums);
     for (int c = 0; c < C; c++)
-        for (int r = 0; r < R; r++) sums[c][r] = _mm256_setzero_ps();
-    const i64 whole = w.d / GROUP;
-    for (i64 g = 0; g < whole; g++) gather<C, R, false>(w, x, xs, c0, g, in.groups, sums);
-    if (whole < in.groups) gather<C, R, true>(w, x, xs, c0, whole, in.groups, sums);
-    for (int c = 0; c < C; c++)
-        for (int r = 0; r < R; r++) results[c][r] = total(sums[c][r]);
+        for (int r = 0; r < R; r++) results[c][r] = all_of(sums[c][r]);
 #else
-    memset(results, 0, sizeof results);
-    for (i64 g = 0; g < in.groups; g++)
+    memset(results, 0, sizeof(float) * C * R);
+    for (i64 span = 0; span < in.spans; span++)
         for (int c = 0; c < C; c++) {
-            int16_t weights[GROUP];
-            float scale[2];
-            w.unpack(c0 + c, g, weights, scale);
+            int16_t weights[Weights::SPAN];
+            float scale[Weights::SPAN / 32];
+            w.unpack_slowly(c0 + c, span, weights, scale);
             for (int r = 0; r < R; r++) {
-                const int16_t* from = x + (r * in.groups + g) * GROUP;
-                // Lanes of 8 words, as two scales lie over them: words 0-7 are the first 32 weights of int4.
-                int32_t products[2] = {};
-                for (int j = 0; j < 4; j++)
-                    for (int half = 0; half < 2; half++)
-                        for (int i = 0; i < 8; i++)
-                            products[half] += weights[j * 16 + half * 8 + i] * from[j * 16 + half * 8 + i];
-                results[c][r] = fma(fma(products[0], scale[0], products[1] * scale[1]), xs[r * in.groups + g], results[c][r]);
+                const i64 at = (row + r) * in.spans + span;
+                for (int i = 0; i < Weights::SPAN; i += 32) {
+                    int32_t products = 0;
+                    for (int j = i; j < i + 32; j++) products += weights[j] * in.q[at * Weights::SPAN + j];
+                    results[c][r] = fma(products * scale[i / 32], in.scales[at], results[c][r]);
+                }
             }
         }
 #endif
     for (int c = 0; c < C; c++)
-        for (int r = 0; r < R; r++) {
-            float rest = w.rest(c0 + c, in.sums + (row + r) * in.groups * 2);
-            out[r * n + c0 + c] = results[c][r] + rest + (bias ? bias[c0 + c] : 0.f);
-        }
+        for (int r = 0; r < R; r++) results[c][r] += w.rest(c0 + c, in.sums + (row + r) * in.spans * (Weights::SPAN / 32));
 }
 
 template <int C, class Weights>
-inline void columns(const Weights& w, const Input& in, i64 rows, i64 c, const float* bias, float* out, i64 n) {
-    const i64 most = share(rows, QROWS);
+inline void columns(const Weights& w, const Input& in, i64 rows, i64 c, const Target& target) {
+    const i64 most = share(rows, Weights::MOST);
     for (i64 row = 0; row < rows; row += most) {
-        float* to = out + row * n;
-        switch (rows - row < most ? rows - row : most) {
-            case 1: dots<C, 1>(w, in, row, c, bias, to, n); break;
-            case 2: dots<C, 2>(w, in, row, c, bias, to, n); break;
-            case 3: dots<C, 3>(w, in, row, c, bias, to, n); break;
-            case 4: dots<C, 4>(w, in, row, c, bias, to, n); break;
+        const auto some = [&](auto count) {
+            constexpr int R = decltype(count)::value;
+            if constexpr (R <= Weights::MOST) {
+                float results[C][R];
+                dots<C, R>(w, in, row, c, results);
+                for (int r = 0; r < R; r++)
+                    for (int i = 0; i < C; i++) target.put(row + r, c + i, results[i][r]);
+            }
+        };
+        switch (smaller(rows - row, most)) {
+            case 1: some(std::integral_constant<int, 1>()); break;
+            case 2: some(std::integral_constant<int, 2>()); break;
+            case 3: some(std::integral_constant<int, 3>()); break;
+            case 4: some(std::integral_constant<int, 4>()); break;
+            case 5: some(std::integral_constant<int, 5>()); break;
+            case 6: some(std::integral_constant<int, 6>()); break;
         }
     }
 }
 
+// Columns from .. to - 1. A single row reads the weights in the order they lie in.
 template <class Weights>
-void product(const Weights& w, const float* x, const float* bias, float* out, i64 rows, i64 n, i64 d, int threads) {
-    const Input in = room(rows, d);
-    const i64 whole = rows == 1 ? 0 : n / QCOLUMNS;
-#pragma omp parallel num_threads(enough(rows * n * d, threads))
-    {
-#pragma omp for schedule(static)
-        for (i64 row = 0; row < rows; row++) round_row(x, in, row, d, Weights::APART);
-#pragma omp for schedule(static)
-        for (i64 block = 0; block < n - whole * (QCOLUMNS - 1); block++) {
-            if (block < whole)
-                columns<QCOLUMNS>(w, in, rows, block * QCOLUMNS, bias, out, n);
-            else
-                columns<1>(w, in, rows, whole * (QCOLUMNS - 1) + block, bias, out, n);
-        }
-    }
+inline void columns(const Weights& w, const Input& in, i64 rows, i64 from, i64 to, const Target& target) {
+    i64 c = from;
+    for (; rows > 1 && c + Weights::COLUMNS <= to; c += Weights::COLUMNS) columns<Weights::COLUMNS>(w, in, rows, c, target);
+    for (; c < to; c++) columns<1>(w, in, rows, c, target);
+}
+
+inline void columns(const Matrix& m, const Input& in, i64 rows, i64 from, i64 to, const Target& target) {
+    if (m.bits == 32) columns(Float{(const float*)m.q, m.d}, in, rows, from, to, target);
+    if (m.bits == 8) columns(Int8{(const int8_t*)m.q, m.scales, m.d}, in, rows, from, to, target);
+    if (m.bits == 4) columns(Int4{(const uint8_t*)m.q, m.scales, m.mins, m.d}, in, rows, from, to, target);
+}
+
+// Columns that one thread takes at a time.
+inline i64 piece(const Matrix& m, int threads) {
+    const i64 fair = (m.n + threads - 1) / threads, some = PIECE * 8 / (m.d * m.bits);
+    return ((smaller(fair, some) | 3) + 1) / 4 * 4;
+}
+
+Input input(const Matrix& m, const float* x, void* memory, i64 rows) {
+    return input(x, memory, rows, m.d, m.bits == 4 ? Int4::SPAN : Int8::SPAN);
+}
+
+inline void round_row(const Matrix& m, const Input& in, i64 row) {
+    if (m.bits == 8) round_row<Int8>(in, row, m.d);
+    if (m.bits == 4) round_row<Int4>(in, row, m.d);
+}
+
+void product(const Matrix& m, const float* x, float* out, i64 rows, int threads) {
+    const Input in = input(m, x, scratch(room_for(rows, m.d)), rows);
+    const i64 step = piece(m, threads);
+    together(enough(rows * m.n * m.d, threads), 2, [&](Team& team) {
+        if (m.bits != 32) team.each(rows, [&](i64 row) { round_row(m, in, row); });
+        team.each((m.n + step - 1) / step, [&](i64 i) {
+            columns(m, in, rows, i * step, smaller(m.n, (i + 1) * step), {out, m.n, m.bias, false});
+        });
+    });
 }
 
 }  // namespace
 
+extern "C" void linear_f32(const float* x, const float* w, const float* bias, float* out, i64 rows, i64 n, i64 d, int threads) {
+    product({w, nullptr, nullptr, bias, n, d, 32}, x, out, rows, threads);
+}
+
 extern "C" void linear_int8(const float* x, const int8_t* q, const uint16_t* scales, const float* bias, float* out, i64 rows,
                             i64 n, i64 d, int threads) {
-    product(Int8{q, scales, d, (d + GROUP - 1) / GROUP}, x, bias, out, rows, n, d, threads);
+    product({q, scales, nullptr, bias, n, d, 8}, x, out, rows, threads);
 }
 
 extern "C" void linear_int4(const float* x, const uint8_t* q, const uint16_t* scales, const uint16_t* mins, const float* bias,
                             float* out, i64 rows, i64 n, i64 d, int threads) {
-    product(Int4{q, scales, mins, d, (d + GROUP - 1) / GROUP}, x, bias, out, rows, n, d, threads);
+    product({q, scales, mins, bias, n, d, 4}, x, out, rows, threads);
 }
 
 // --- attention -----------------------------------------------------------------------------------------------------------
 
-// One query a row and head over keys and values that lie in the blocks of a pool. Heads that share keys are taken together, a
-// block at a time, so that these are read once.
+namespace {
+
+// Keys and values in the blocks of a pool, counted in numbers from one to the next.
+struct Blocks {
+    const float *k, *v;
+    i64 size, width, k_block, k_head, v_block, v_head;
+};
+
+// Some heads of one row that share keys and values: a block at a time, so that these are read once.
+void look(const float* in, float* to, i64 together, const Blocks& blocks, i64 kv, const int32_t* table, i64 end, i64 window,
+          float scale) {
+    const i64 width = blocks.width, block = blocks.size, padded = (block + WIDE - 1) / WIDE * WIDE;
+    const i64 start = window && end > window ? end - window : 0;
+    memset(to, 0, sizeof(float) * together * width);
+    if (end <= start) return;
+    // for each head: the weights of a block, then the largest score so far and the sum of the weights
+    float* weights = (float*)__builtin_alloca(sizeof(float) * (padded + 2 * together));
+    float *largest = weights + padded, *sums = largest + together;
+    for (i64 h = 0; h < together; h++) largest[h] = -INFINITY, sums[h] = 0;
+    for (i64 first = start / block * block; first < end; first += block) {
+        const i64 page = table[first / block];
+        const i64 from = start > first ? start - first : 0, until = end - first < block ? end - first : block;
+        const float* keys = blocks.k + page * blocks.k_block + kv * blocks.k_head;
+        const float* values = blocks.v + page * blocks.v_block + kv * blocks.v_head;
+        for (i64 h = 0; h < together; h++) {
+            float top = largest[h];
+            for (i64 i = 0; i < padded; i++) weights[i] = -INFINITY;
+            for (i64 i = from; i < until; i++) {
+                Wide products = {};
+                i64 e = 0;
+                for (; e + WIDE <= width; e += WIDE) 
+                    products = fma(load(in + h * width + e), load(keys + i * width + e), products);
+                float score = sum(products);
+                for (; e < width; e++) score = fma(in[h * width + e], keys[i * width + e], score);
+                weights[i] = score *= scale;
+                top = score > top ? score : top;
+            }
+            const float fade = largest[h] == top ? 1.f : std::exp(largest[h] - top);
+            largest[h] = top;
+            Wide added = {};
+            for (i64 i = 0; i < padded; i += WIDE) {
+                Wide score = load(weights + i);
+                Wide weight = exponential(score - top);
+                weight = score == -INFINITY ? Wide{} : weight;
+                store(weights + i, weight);
+                added += weight;
+            }
+            sums[h] = fma(sums[h], fade, sum(added));
+            float* o = to + h * width;
+            i64 e = 0;
+            for (; e + WIDE <= width; e += WIDE) {
+                Wide total = load(o + e) * fade;
+                for (i64 i = from; i < until; i++) 
+                    total = fma(load(values + i * width + e), all(weights[i]), total);
+                store(o + e, total);
+            }
+            for (; e < width; e++) {
+                float total = o[e] * fade;
+                for (i64 i = from; i < until; i++) total = fma(values[i * width + e], weights[i], total);
+                o[e] = total;
+            }
+        }
+    }
+    for (i64 h = 0; h < together; h++)
+        for (i64 e = 0; e < width; e++) to[h * width + e] /= sums[h];
+}
+
+}  // namespace
+
+// One query a row and head.
 extern "C" void paged_attention(const float* q, const float* k, const float* v, const int32_t* table, const int32_t* counts,
                                 float* out, i64 rows, i64 heads, i64 kv_heads, i64 width, i64 block, i64 table_width,
                                 i64 k_block, i64 k_head, i64 v_block, i64 v_head, float scale, i64 window, int threads) {
-    const i64 group = heads / kv_heads, padded = (block + WIDE - 1) / WIDE * WIDE;
-    const i64 together = rows * kv_heads >= 4 * threads ? group : 1;
-    const i64 parts = group / together;
+    const Blocks blocks = {k, v, block, width, k_block, k_head, v_block, v_head};
+    const i64 group = heads / kv_heads, most = rows * kv_heads >= 4 * threads ? group : 1, parts = group / most;
     i64 longest = 0;
     for (i64 b = 0; b < rows; b++) longest += counts[b];
-#pragma omp parallel for schedule(dynamic) num_threads(enough(longest * heads * width, threads))
-    for (i64 task = 0; task < rows * kv_heads * parts; task++) {
-        const i64 b = task / (kv_heads * parts), kv = task / parts % kv_heads, head = kv * group + task % parts * together;
-        const float* in = q + (b * heads + head) * width;
-        float* to = out + (b * heads + head) * width;
-        memset(to, 0, sizeof(float) * together * width);
-        const i64 end = counts[b], start = window && end > window ? end - window : 0;
-        if (end <= start) continue;
-        // for each head: the weights of a block, then the largest score so far and the sum of the weights
-        float* weights = (float*)scratch(sizeof(float) * (padded + 2 * together));
-        float *largest = weights + padded, *sums = largest + together;
-        for (i64 h = 0; h < together; h++) largest[h] = -INFINITY, sums[h] = 0;
-        for (i64 first = start / block * block; first < end; first += block) {
-            const i64 page = table[b * table_width + first / block];
-            const i64 from = start > first ? start - first : 0, until = end - first < block ? end - first : block;
-            const float* keys = k + page * k_block + kv * k_head;
-            const float* values = v + page * v_block + kv * v_head;
-            for (i64 h = 0; h < together; h++) {
-                float top = largest[h];
-                for (i64 i = 0; i < padded; i++) weights[i] = -INFINITY;
-                for (i64 i = from; i < until; i++) {
-                    Wide products = {};
-                    i64 e = 0;
-                    for (; e + WIDE <= width; e += WIDE) 
-                        products = fma(load(in + h * width + e), load(keys + i * width + e), products);
-                    float score = sum(products);
-                    for (; e < width; e++) score = fma(in[h * width + e], keys[i * width + e], score);
-                    weights[i] = score *= scale;
-                    top = score > top ? score : top;
-                }
-                const float fade = largest[h] == top ? 1.f : std::exp(largest[h] - top);
-                largest[h] = top;
-                Wide added = {};
-                for (i64 i = 0; i < padded; i += WIDE) {
-                    Wide score = load(weights + i);
-                    Wide weight = exponential(score - top);
-                    weight = score == -INFINITY ? Wide{} : weight;
-                    store(weights + i, weight);
-                    added += weight;
-                }
-                sums[h] = fma(sums[h], fade, sum(added));
-                float* o = to + h * width;
-                i64 e = 0;
-                for (; e + WIDE <= width; e += WIDE) {
-                    Wide total = load(o + e) * fade;
-                    for (i64 i = from; i < until; i++) 
-                        total = fma(load(values + i * width + e), all(weights[i]), total);
-                    store(o + e, total);
-                }
-                for (; e < width; e++) {
-                    float total = o[e] * fade;
-                    for (i64 i = from; i < until; i++) total = fma(values[i * width + e], weights[i], total);
-                    o[e] = total;
-                }
-            }
-        }
-        for (i64 h = 0; h < together; h++)
-            for (i64 e = 0; e < width; e++) to[h * width + e] /= sums[h];
-    }
+    together(enough(longest * heads * width, threads), 1, [&](Team& team) {
+        team.each(rows * kv_heads * parts, [&](i64 task) {
+            const i64 b = task / (kv_heads * parts), kv = task / parts % kv_heads, head = kv * group + task % parts * most;
+            const i64 at = (b * heads + head) * width;
+            look(q + at, out + at, most, blocks, kv, table + b * table_width, counts[b], window, scale);
+        });
+    });
 }
 
 // A token a row into its block.
@@ -517,4 +652,250 @@ extern "C" void paged_store(const float* k, const float* v, float* k_pool, float
             memcpy(v_pool + page * v_block + h * v_head + slot * width, v + b * v_row + h * width, sizeof(float) * width);
         }
     }
+}
+
+// --- a whole step --------------------------------------------------------------------------------------------------------
+
+namespace {
+
+struct Norm {
+    const float *weight, *bias;
+    float eps;
+    int32_t is_rms;
+
+    void operator()(const float* x, float* out, i64 d) const {
+        Wide sums = {};
+        float mean = 0, rest = 0;
+        i64 i;
+        if (!is_rms) {
+            for (i = 0; i + WIDE <= d; i += WIDE) sums += load(x + i);
+            for (; i < d; i++) rest += x[i];
+            mean = (sum(sums) + rest) / d;
+        }
+        sums = Wide{}, rest = 0;
+        for (i = 0; i + WIDE <= d; i += WIDE) sums = fma(load(x + i) - mean, load(x + i) - mean, sums);
+        for (; i < d; i++) rest = fma(x[i] - mean, x[i] - mean, rest);
+        const float scale = 1 / std::sqrt((sum(sums) + rest) / d + eps);
+        for (i = 0; i < d; i++) out[i] = (x[i] - mean) * scale * weight[i] + (bias ? bias[i] : 0.f);
+    }
+};
+
+struct Attention {
+    Matrix in, out;  // `in` gives queries, keys and values side by side; queries alone where keys are a source's
+    Norm q_norm, k_norm;
+    float scale;
+};
+
+struct Layer {
+    Attention self, cross;
+    Matrix up, down;  // `up` gives gates and values side by side where there are gates
+    Norm norms[3];    // of the steps in turn
+};
+
+struct Pages {
+    const int32_t *table, *counts;
+    i64 width;
+};
+
+// As one_token.py fills it.
+struct Step {
+    const Layer* layers;
+    Norm last;
+    float* x;  // (rows, d): embeddings, and in the end final states
+    float *pool, *cos, *sin;
+    Pages pages, source;  // counts are of the tokens before this one
+    i64 n_layers, rows, d, heads, kv_heads, width, n_turns, window;
+    i64 block, block_stride, layer_stride, value_stride, head_stride;
+    i64 has_cross, norm_first, is_gated, activation, threads;
+};
+
+inline Wide sigmoid(Wide x) {
+    Wide e = exponential(x < 0.f ? x : -x);
+    return (x < 0.f ? e : all(1.f)) / (e + 1.f);
+}
+
+// Abramowitz and Stegun 7.1.26: to 1.5e-7.
+inline Wide erf(Wide x) {
+    const Wide size = x < 0.f ? -x : x, t = 1.f / fma(size, all(0.3275911f), all(1.f));
+    Wide p = all(1.061405429f);
+    for (float next : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f}) p = fma(p, t, all(next));
+    const Wide up = 1.f - p * t * exponential(-size * size);
+    return x < 0.f ? -up : up;
+}
+
+// In the order of ACTIVATIONS in feedforward.py.
+inline Wide activate(Wide x, i64 kind) {
+    switch (kind) {
+        case 1: return x * 0.5f * (erf(x * 0.70710678f) + 1.f);
+        case 2: return x * sigmoid(x * fma(x * x, all(0.07135481f), all(1.59576912f)));  // (1 + tanh(a)) / 2 = sigmoid(2 a)
+        case 3: return x * sigmoid(x);
+    }
+    const Wide up = x > 0.f ? x : (x <= 0.f ? Wide{} : x);  // NaN stays
+    return kind == 4 ? up * up : up;
+}
+
+void activate(float* x, const float* times, i64 n, i64 kind) {
+    for (i64 i = 0; i < n; i += WIDE) {
+        const i64 size = sizeof(float) * smaller(WIDE, n - i);
+        Wide value = {}, other = {};
+        memcpy(&value, x + i, size);
+        value = activate(value, kind);
+        if (times) {
+            memcpy(&other, times + i, size);
+            value *= other;
+        }
+        memcpy(x + i, &value, size);
+    }
+}
+
+// One head's pairs by their angles: i and i + width / 2 have one of width / 2, the neighbours 2 i and 2 i + 1 two of width.
+void turn(float* x, const float* cos, const float* sin, i64 width, i64 n_turns) {
+    const bool halves = n_turns < width;
+    for (i64 i = 0; i < width / 2; i++) {
+        const i64 a = halves ? i : 2 * i, b = halves ? i + width / 2 : 2 * i + 1, at = halves ? i : 2 * i;
+        const float first = x[a], second = x[b];
+        x[a] = first * cos[at] - second * sin[at];
+        x[b] = second * cos[at] + first * sin[at];
+    }
+}
+
+constexpr i64 PHASES = 16;  // of a layer, at most
+
+class Stack {
+    const Step& s;
+    float *y, *wide, *heard;
+    void* memory;
+
+   public:
+    static i64 widest(const Step& s) {
+        const Layer& layer = s.layers[0];
+        return std::max(layer.self.in.n, layer.up.n);
+    }
+
+    Stack(const Step& s) : s(s) {
+        const i64 wide_size = s.rows * widest(s), heard_size = s.rows * std::max(s.heads * s.width, s.layers[0].down.d);
+        const i64 longest = std::max({s.d, s.heads * s.width, s.layers[0].down.d});
+        char* room = (char*)scratch(sizeof(float) * (s.rows * s.d + wide_size + heard_size) + room_for(s.rows, longest));
+        y = (float*)room;
+        wide = y + s.rows * s.d;
+        heard = wide + wide_size;
+        memory = heard + heard_size;
+    }
+
+    void run(Team& team) const {
+        i64 at = 0;
+        const float* from = s.norm_first ? y : s.x;
+        for (i64 i = 0; i < s.n_layers; i++) {
+            const Layer& layer = s.layers[i];
+            if (s.norm_first)
+                listen(team, layer.norms[0], layer.self.in);
+            else if (i == 0)
+                round(team, layer.self.in, s.x);
+            at = 0;
+            multiply(team, layer.self.in, from, wide);
+            team.each(s.rows * s.kv_heads, [&](i64 task) { remember_and_look(layer.self, i, task); });
+            speak(team, layer.self.out);
+            if (s.has_cross) {
+                listen(team, layer.norms[s.norm_first ? ++at : at++], layer.cross.in);
+                multiply(team, layer.cross.in, from, wide);
+                team.each(s.rows * s.kv_heads, [&](i64 task) { look_at_source(layer.cross, i, task); });
+                speak(team, layer.cross.out);
+            }
+            listen(team, layer.norms[s.norm_first ? ++at : at++], layer.up);
+            think(team, layer, from);
+            speak(team, layer.down);
+            if (!s.norm_first) listen(team, layer.norms[at], s.layers[std::min(i + 1, s.n_layers - 1)].self.in);
+        }
+        if (s.norm_first) team.each(s.rows, [&](i64 row) { s.last(s.x + row * s.d, s.x + row * s.d, s.d); });
+    }
+
+   private:
+    Input to(const Matrix& m, const float* x) const { return input(m, x, memory, s.rows); }
+
+    void round(Team& team, const Matrix& m, const float* x) const {
+        if (m.bits != 32) team.each(s.rows, [&](i64 row) { round_row(m, to(m, x), row); });
+    }
+
+    // The normed stream, as the next product takes it.
+    void listen(Team& team, const Norm& norm, const Matrix& next) const {
+        float* out = s.norm_first ? y : s.x;
+        team.each(s.rows, [&](i64 row) {
+            norm(s.x + row * s.d, out + row * s.d, s.d);
+            round_row(next, to(next, out), row);
+        });
+    }
+
+    void multiply(Team& team, const Matrix& m, const float* x, float* out) const {
+        const i64 step = piece(m, s.threads);
+        team.each((m.n + step - 1) / step, [&](i64 i) {
+            columns(m, to(m, x), s.rows, i * step, smaller(m.n, (i + 1) * step), {out, m.n, m.bias, false});
+        });
+    }
+
+    // What a step found joins the stream.
+    void speak(Team& team, const Matrix& m) const {
+        round(team, m, heard);
+        const i64 step = piece(m, s.threads);
+        team.each((m.n + step - 1) / step, [&](i64 i) {
+            columns(m, to(m, heard), s.rows, i * step, smaller(m.n, (i + 1) * step), {s.x, s.d, m.bias, true});
+        });
+    }
+
+    Blocks blocks(i64 layer) const {
+        const float* k = s.pool + layer * s.layer_stride;
+        return {k, k + s.value_stride, s.block, s.width, s.block_stride, s.head_stride, s.block_stride, s.head_stride};
+    }
+
+    // One row's queries of the heads that share keys, normed and turned, over what was said before and the token's own.
+    void remember_and_look(const Attention& a, i64 layer, i64 task) const {
+        const i64 row = task / s.kv_heads, kv = task % s.kv_heads, group = s.heads / s.kv_heads, count = s.pages.counts[row];
+        const int32_t* table = s.pages.table + row * s.pages.width;
+        float* q = wide + row * a.in.n + kv * group * s.width;
+        float *k = wide + row * a.in.n + (s.heads + kv) * s.width, *v = k + s.kv_heads * s.width;
+        prepare(a.k_norm, k, row);
+        for (i64 h = 0; h < group; h++) prepare(a.q_norm, q + h * s.width, row);
+        float* held = s.pool + layer * s.layer_stride + table[count / s.block] * s.block_stride + kv * s.head_stride +
+                      count % s.block * s.width;
+        memcpy(held, k, sizeof(float) * s.width);
+        memcpy(held + s.value_stride, v, sizeof(float) * s.width);
+        float* out = heard + (row * s.heads + kv * group) * s.width;
+        look(q, out, group, blocks(layer), kv, table, count + 1, s.window, a.scale);
+    }
+
+    void prepare(const Norm& norm, float* head, i64 row) const {
+        if (norm.weight) norm(head, head, s.width);
+        if (s.n_turns) turn(head, s.cos + row * s.n_turns, s.sin + row * s.n_turns, s.width, s.n_turns);
+    }
+
+    void look_at_source(const Attention& a, i64 layer, i64 task) const {
+        const i64 row = task / s.kv_heads, kv = task % s.kv_heads, group = s.heads / s.kv_heads;
+        float* q = wide + (row * s.heads + kv * group) * s.width;
+        for (i64 h = 0; a.q_norm.weight && h < group; h++) a.q_norm(q + h * s.width, q + h * s.width, s.width);
+        look(q, heard + (row * s.heads + kv * group) * s.width, group, blocks(layer), kv, s.source.table + row * s.source.width,
+             s.source.counts[row], 0, a.scale);
+    }
+
+    void think(Team& team, const Layer& layer, const float* from) const {
+        const Matrix& m = layer.up;
+        const i64 d_ff = layer.down.d, step = piece(m, s.threads);
+        const Input in = to(m, from);
+        team.each((d_ff + step - 1) / step, [&](i64 i) {
+            const i64 c = i * step, n = smaller(d_ff, c + step) - c;
+            float* out = s.is_gated ? wide : heard;
+            columns(m, in, s.rows, c, c + n, {out, m.n, m.bias, false});
+            if (s.is_gated) columns(m, in, s.rows, d_ff + c, d_ff + c + n, {out, m.n, m.bias, false});
+            for (i64 row = 0; row < s.rows; row++) {
+                float* x = out + row * m.n + c;
+                activate(x, s.is_gated ? x + d_ff : nullptr, n, s.activation);
+                if (s.is_gated) memcpy(heard + row * d_ff + c, x, sizeof(float) * n);
+            }
+        });
+    }
+};
+
+}  // namespace
+
+extern "C" void one_token(const Step* step) {
+    const Stack stack(*step);
+    together(step->threads, step->n_layers * PHASES + 2, [&](Team& team) { stack.run(team); });
 }

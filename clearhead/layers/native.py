@@ -38,7 +38,43 @@ SIGNATURES = {
     "linear_int4": [POINTER] * 6 + [INT] * 3 + [SMALL],
     "paged_attention": [POINTER] * 6 + [INT] * 10 + [FLOAT, INT, SMALL],
     "paged_store": [POINTER] * 6 + [INT] * 11,
+    "one_token": [POINTER],
 }
+
+
+class Matrix(ctypes.Structure):
+    _fields_ = [(name, POINTER) for name in ("q", "scales", "mins", "bias")] + [
+        (name, INT) for name in ("n", "d", "bits")
+    ]
+
+
+class Norm(ctypes.Structure):
+    _fields_ = [("weight", POINTER), ("bias", POINTER), ("eps", FLOAT), ("is_rms", ctypes.c_int32)]
+
+
+class Attention(ctypes.Structure):
+    _fields_ = [("in", Matrix), ("out", Matrix), ("q_norm", Norm), ("k_norm", Norm), ("scale", FLOAT)]
+
+
+class Layer(ctypes.Structure):
+    _fields_ = [("self", Attention), ("cross", Attention), ("up", Matrix), ("down", Matrix), ("norms", Norm * 3)]
+
+
+class Blocks(ctypes.Structure):
+    _fields_ = [("table", POINTER), ("counts", POINTER), ("width", INT)]
+
+
+class Step(ctypes.Structure):
+    """What `one_token` of native.cpp takes; the names are explained there."""
+
+    _fields_ = [
+        *(("layers", POINTER), ("last", Norm)),
+        *((name, POINTER) for name in ("x", "pool", "cos", "sin")),
+        *(("pages", Blocks), ("source", Blocks)),
+        *((name, INT) for name in ("n_layers", "rows", "d", "heads", "kv_heads", "width", "n_turns", "window")),
+        *((name, INT) for name in ("block", "block_stride", "layer_stride", "value_stride", "head_stride")),
+        *((name, INT) for name in ("has_cross", "norm_first", "is_gated", "activation", "threads")),
+    ]
 
 
 def is_there() -> bool:
@@ -134,6 +170,11 @@ def store(
         *(B, K, E, block, table.shape[1], pool_k.stride(0), pool_k.stride(1), pool_v.stride(0), pool_v.stride(1)),
         *(k.stride(0), v.stride(0)),
     )
+
+
+def one_token(step: Step) -> None:
+    """From embeddings to final states, in place."""
+    _FUNCTIONS["one_token"](ctypes.addressof(step))
 
 
 _FUNCTIONS: dict[str, Any] = {}  # filled when the library is loaded

@@ -108,19 +108,24 @@ class PagedLayer:
 
     def extend(self, k: Float[Tensor, "B K T E"], v: Float[Tensor, "B K T E"]) -> tuple[Tensor, Tensor]:
         """Store these; return what their queries may look at: themselves, or all blocks, and the mask knows which."""
-        self._write(k, v, self.call.blocks, self.call.slots)
-        return (k, v) if self.call.fresh else (self.k, self.v)
+        pool_k, pool_v = self._share(k.shape[1])
+        self._write(k, v, pool_k, pool_v)
+        return (k, v) if self.call.fresh else (pool_k, pool_v)
 
-    def _write(self, k: Tensor, v: Tensor, blocks: Tensor, slots: Tensor) -> None:
+    def _share(self, n_kv_heads: int) -> tuple[Tensor, Tensor]:
+        """The room of an attention's heads: all, if none was pruned."""
+        return (self.k, self.v) if n_kv_heads == self.k.shape[1] else (self.k[:, :n_kv_heads], self.v[:, :n_kv_heads])
+
+    def _write(self, k: Tensor, v: Tensor, pool_k: Tensor, pool_v: Tensor) -> None:
         if k.shape[2] == 1 and k.is_cuda and has_triton():
             from clearhead.layers.gpu import store
 
-            store(k[:, :, 0], v[:, :, 0], self.k, self.v, self.call.table, self.call.counts)
-        elif k.shape[2] == 1 and k.dtype == self.k.dtype == torch.float32 and not k.is_cuda and native.is_there():
-            native.store(k[:, :, 0], v[:, :, 0], self.k, self.v, self.call.table, self.call.counts)
+            store(k[:, :, 0], v[:, :, 0], pool_k, pool_v, self.call.table, self.call.counts)
+        elif k.shape[2] == 1 and k.dtype == pool_k.dtype == torch.float32 and not k.is_cuda and native.is_there():
+            native.store(k[:, :, 0], v[:, :, 0], pool_k, pool_v, self.call.table, self.call.counts)
         else:
-            self.k[blocks, :, slots] = k.transpose(1, 2).to(self.k.dtype)
-            self.v[blocks, :, slots] = v.transpose(1, 2).to(self.v.dtype)
+            pool_k[self.call.blocks, :, self.call.slots] = k.transpose(1, 2).to(pool_k.dtype)
+            pool_v[self.call.blocks, :, self.call.slots] = v.transpose(1, 2).to(pool_v.dtype)
 
     @property
     def cross(self) -> tuple[Tensor, Tensor] | None:
@@ -133,8 +138,8 @@ class PagedLayer:
         assert pages is not None, "a source is read into blocks of its own"
         at = torch.arange(S, device=pages.counts.device).expand(len(pages.counts), -1)
         blocks, slots = find(pages.table, at, self.call.pool.block, at < pages.counts[:, None])
-        self.k[blocks, :, slots] = read[0].transpose(1, 2).to(self.k.dtype)
-        self.v[blocks, :, slots] = read[1].transpose(1, 2).to(self.v.dtype)
+        for pool, x in zip(self._share(read[0].shape[1]), read, strict=True):
+            pool[blocks, :, slots] = x.transpose(1, 2).to(pool.dtype)
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:

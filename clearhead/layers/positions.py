@@ -150,6 +150,24 @@ class DistanceBias(Positions):
         """Many pairs' bias."""
         raise NotImplementedError
 
+    def only(self, heads: tuple[int, ...]) -> DistanceBias:
+        """That of some heads."""
+        return SomeHeads(self, heads)
+
+
+class SomeHeads(DistanceBias):
+    """The bias of an attention that has lost the other heads."""
+
+    def __init__(self, whole: DistanceBias, heads: tuple[int, ...]) -> None:
+        super().__init__()
+        self.whole, self.heads, self.n_heads = whole, heads, len(heads)
+
+    def at(self, head: Int[Tensor, ""], distance: Int[Tensor, ""]) -> Float[Tensor, ""]:
+        return self.whole.at(torch.tensor(self.heads, device=head.device)[head], distance)
+
+    def dense(self, distance: Int[Tensor, "b t s"]) -> Float[Tensor, "b h t s"]:
+        return self.whole.dense(distance)[:, list(self.heads)]
+
 
 class Alibi(DistanceBias):
     """ALiBi (Press et al. 2021): each head loses its own slope per step of distance. Encoders use both directions alike."""

@@ -68,11 +68,12 @@ def make_cache(config: Config, like: Tensor | Packed, *, batch: int, max_len: in
     device_type = like.device.type
     # Under autocast, keys and values come in the autocast type, not in the weights'.
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else like.dtype
+    stack, group = "decoder." if config.shape == "encoder-decoder" else "", config.n_heads // config.n_kv_heads
     return Cache(
         batch=batch,
         max_len=max_len,
         n_layers=n_layers,
-        n_kv_heads=config.n_kv_heads,
+        n_kv_heads=[len(config.kept_heads(f"{stack}blocks.{i}.attention")) // group for i in range(n_layers)],
         d_head=config.d_head,
         window=config.window,
         device=like.device,

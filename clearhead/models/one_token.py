@@ -1,8 +1,8 @@
-"""One token a row through a stack on a GPU, with kernels that do several small steps at once.
+"""One token a row through a stack, by kernels that do many small steps at once.
 
-A step of decoding is hundreds of operations on a few numbers each. This is `Block.forward` for every block, written with the
-kernels of layers/gpu.py: each sublayer's sum with the residual stream and the norm after it are one, and so are turning queries
-and keys and putting them in their blocks.
+A step of decoding is hundreds of operations on a few numbers each. This is `Block.forward` for every block. On a GPU it is
+written with the kernels of layers/gpu.py: each sublayer's sum with the residual stream and the norm after it are one, and so are
+turning queries and keys and putting them in their blocks. On a CPU it is one call of native.cpp (prepared.py).
 """
 
 from __future__ import annotations
@@ -22,20 +22,25 @@ from clearhead.layers.masks import Mask, Pages
 from clearhead.layers.norm import RMSNorm
 from clearhead.layers.pages import AnyCache, PagedCache, PagedLayer
 from clearhead.layers.positions import Angles, Bias
+from clearhead.models import prepared
 
 
-def fits(blocks: Sequence[Block], x: Tensor, mask: Mask, bias: Bias | None, cache: AnyCache | None) -> bool:
+def fits(blocks: Sequence[Block], last: nn.Module, x: Tensor, mask: Mask, bias: Bias | None, cache: AnyCache) -> bool:
     """Whether this step can go this way: one token a row, keys in blocks, and nobody who looks on."""
-    return (
-        x.is_cuda
-        and x.shape[1] == 1
+    if not (
+        x.shape[1] == 1
         and isinstance(cache, PagedCache)
         and mask.pages is not None
         and bias is None
         and mask.dense is None
         and not torch.is_grad_enabled()
         and is_bare(x)
-        and has_triton()
+    ):
+        return False
+    if not x.is_cuda:
+        return prepared.fits(blocks, last, x, mask, cache)
+    return (
+        has_triton()
         and all(isinstance(norm, RMSNorm | nn.LayerNorm) for block in blocks for norm in _norms(block))
         and not any(watched for block in blocks for watched in _watched(block))
     )
@@ -53,6 +58,8 @@ def run(
     norm_first, pages = blocks[0].norm_first, mask.pages
     assert pages is not None
     turns = None if angles is None else (angles[0][:, 0, 0], angles[1][:, 0, 0])
+    if not x.is_cuda:
+        return prepared.run(blocks, x, turns, cache, mask.window)
     norms = [norm for block in blocks for norm in _norms(block)]
     after = [*norms[1:], last] if norm_first else norms
     stream = x[:, 0].contiguous()

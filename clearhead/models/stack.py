@@ -41,10 +41,11 @@ class Stack(nn.Module):
         norm = partial(make_norm, config.norm, config.d_model, eps=config.norm_eps, bias=config.bias)
         self.positions = make_positions(config, max_len=max_len, causal=causal)
         self.embedding_norm = norm() if config.embedding_norm else nn.Identity()
+        stack = ("decoder." if cross else "encoder.") if config.shape == "encoder-decoder" else ""
         self.blocks = nn.ModuleList(
             Block(
-                attention=make_attention(config),
-                cross=make_attention(config, cross=True) if cross else None,
+                attention=make_attention(config, f"{stack}blocks.{i}.attention"),
+                cross=make_attention(config, f"{stack}blocks.{i}.cross", cross=True) if cross else None,
                 feedforward=FeedForward(
                     d_model=config.d_model,
                     d_ff=config.d_ff,
@@ -56,7 +57,7 @@ class Stack(nn.Module):
                 norm_first=config.norm_first,
                 dropout=config.dropout,
             )
-            for _ in range(n_layers)
+            for i in range(n_layers)
         )
         self.norm = norm() if config.norm_first else nn.Identity()
 
@@ -87,7 +88,8 @@ class Stack(nn.Module):
             dropout=self.config.attention_dropout if self.training else 0.0,
         )
         angles = self.positions.angles(at)
-        if isinstance(cache, PagedCache) and x.is_cuda and one_token.fits(self.layers, x, mask, bias, cache):
+        even = not self.config.pruned_heads  # what does many layers' steps at once takes them to be alike
+        if even and isinstance(cache, PagedCache) and one_token.fits(self.layers, self.norm, x, mask, bias, cache):
             return one_token.run(self.layers, self.norm, x, mask, angles, cache)
         for i, block in enumerate(self.blocks):
             layer = partial(block, angles=angles, bias=bias, memory=memory, memory_mask=memory_mask)
@@ -139,11 +141,12 @@ def check_padding(real: Tensor, shape: tuple[int, int], *, whole: bool = True) -
         )
 
 
-def make_attention(config: Config, *, cross: bool = False) -> MultiHeadAttention:
+def make_attention(config: Config, place: str, *, cross: bool = False) -> MultiHeadAttention:
+    kept = config.kept_heads(place)
     return MultiHeadAttention(
         d_model=config.d_model,
-        n_heads=config.n_heads,
-        n_kv_heads=config.n_kv_heads,
+        n_heads=len(kept),
+        n_kv_heads=len(kept) * config.n_kv_heads // config.n_heads,
         d_head=config.d_head,
         bias=config.attention_bias,
         cross=cross,
@@ -151,6 +154,7 @@ def make_attention(config: Config, *, cross: bool = False) -> MultiHeadAttention
         scale=config.attention_scale or None,
         dropout=config.attention_dropout,
         kernel=config.kernel,
+        kept=kept if len(kept) < config.n_heads else (),
     )
 
 

@@ -6,6 +6,7 @@ answers.py     texts on their way out: whole, or piece by piece
 guards.py      who may ask, and how much: keys, hosts, sizes, streams
 metrics.py     what is counted, for Prometheus
 app.py         the routes
+running.py     the server's life, and its end
 
 May import: errors, config, layers, models, families, checkpoint, costs, inside, generation, training, data.
 """

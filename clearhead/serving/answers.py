@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from clearhead.generation import Request, Ticket, Token
 from clearhead.generation.texts import StoppingStream, piece_name, stream_of
 from clearhead.serving.hosts import Host
 from clearhead.serving.metrics import Metrics
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -22,6 +30,12 @@ class Piece:
     text: str
     tokens: list[Token] = field(default_factory=list[Token])
     reason: str | None = None
+
+
+def join(parts: list[Piece]) -> Piece:
+    """Pieces that follow each other, as one."""
+    tokens = [token for part in parts for token in part.tokens]
+    return Piece("".join(part.text for part in parts), tokens, parts[-1].reason)
 
 
 class Usage:
@@ -47,6 +61,7 @@ async def pieces(
     held: list[Token] = []
     source = host.write(request)
     reason = "stop"
+    n_new = 0
     try:
         async for token in source:
             if isinstance(token, Ticket):
@@ -58,6 +73,7 @@ async def pieces(
             clock.labels(host.name).observe(now - last)
             last = now
             usage.written += 1
+            n_new += 1
             held.append(token)
             text = stream.push(token.id)
             if text or stream.stop is not None:
@@ -68,7 +84,7 @@ async def pieces(
                 break
     finally:
         await source.aclose()
-        metrics.new_tokens.labels(host.name).inc(usage.written)
+        metrics.new_tokens.labels(host.name).inc(n_new)
         metrics.prompt_tokens.labels(host.name).inc(len(request.prompt))
     rest = "" if stream.stop is not None else stream.finish()
     yield Piece(rest, held, reason)
@@ -119,3 +135,37 @@ def _scored(host: Host, id: int, score: float) -> dict[str, Any]:
 def name(host: Host, id: int) -> str:
     assert host.tokenizer is not None
     return piece_name(host.tokenizer, id)
+
+
+class Events(StreamingResponse):
+    """Server-sent events. However the reader goes, what makes them is closed before this returns."""
+
+    def __init__(self, source: AsyncGenerator[bytes, None], made_by: AsyncGenerator[Any, None]) -> None:
+        super().__init__(source, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        self.sources = (source, made_by)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for source in self.sources:
+                await source.aclose()
+
+
+async def unless_gone(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives, unless the client goes first: then it is cancelled, and its memory is for the others."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    watch, task = asyncio.create_task(gone()), asyncio.create_task(work)
+    try:
+        await asyncio.wait((watch, task), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise HTTPException(499, "the client has gone")
+        return task.result()
+    finally:
+        watch.cancel()
+        task.cancel()
+        await asyncio.gather(watch, task, return_exceptions=True)

@@ -8,8 +8,9 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from io import BytesIO
 from typing import Annotated, Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from fastapi import FastAPI, File, Form, Request, UploadFile
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 
@@ -30,8 +31,8 @@ from clearhead.generation.texts import make_grammar, make_request
 from clearhead.models import Decoder, Encoder, EncoderDecoder
 from clearhead.serving import answers, guards
 from clearhead.serving.guards import Guard, Limits
-from clearhead.serving.hosts import BrokenError, FullError, Host
-from clearhead.serving.metrics import Metrics
+from clearhead.serving.hosts import MAX_WAITING, BrokenError, FullError, Host
+from clearhead.serving.metrics import Count, Metrics
 from clearhead.serving.protocol import Chat, Completion, Embedding, ResponseFormat, Translation, Writing
 
 log = logging.getLogger("clearhead.serving")
@@ -49,21 +50,14 @@ def make_app(hosts: Mapping[str, Host], limits: Limits | None = None) -> FastAPI
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
         yield
         for host in hosts.values():
+            host.stop()
+        for host in hosts.values():
             await asyncio.to_thread(host.close)
 
-    app = FastAPI(title="clearhead", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="clearhead", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Guard, limits=limits)  # type: ignore[arg-type]
 
-    @app.middleware("http")
-    async def count(request: Request, call_next: Any) -> Response:
-        began = time.perf_counter()
-        response = await call_next(request)
-        route = getattr(request.scope.get("route"), "path", "unknown")
-        metrics.requests.labels(route, str(response.status_code)).inc()
-        metrics.whole.labels(route).observe(time.perf_counter() - began)
-        # Neither prompt nor answer, nor who asked.
-        log.info("%s %s %d %.3f s", request.method, route, response.status_code, time.perf_counter() - began)
-        return response
+    app.add_middleware(Count, metrics=metrics)  # type: ignore[arg-type]
 
     kinds = (RequestValidationError, HTTPException, ClearheadError, FullError, BrokenError, UnknownModelError)
     for kind in (*kinds, asyncio.TimeoutError, ValueError):
@@ -104,14 +98,25 @@ def make_app(hosts: Mapping[str, Host], limits: Limits | None = None) -> FastAPI
         return described(find(name, "decoder", "translator", "scribe", "encoder"))
 
     @app.post("/v1/completions", response_model=None)
-    async def completions(body: Completion) -> Response | dict[str, Any]:
+    async def completions(body: Completion, request: Request) -> Response | dict[str, Any]:
         host = find(body.model, "decoder")
-        scored = body.logprobs is not None
-        asked = [
-            ask(host, body, prompt, body.max_tokens, at * body.n + copy, scored=scored, alternatives=body.logprobs or 0)
-            for at, prompt in enumerate(body.prompts)
-            for copy in range(body.n)
-        ]
+        n_texts = len(body.prompts) * body.n
+        if n_texts == 0:
+            raise InputError("there is no prompt; got an empty list; give one text at least")
+        if n_texts > MAX_WAITING:
+            raise InputError(
+                f"{n_texts} texts in one request are too many; got n={body.n}; {MAX_WAITING} may be asked for"
+            )
+        more: dict[str, Any] = dict(scored=body.logprobs is not None, alternatives=body.logprobs or 0)
+
+        def read() -> list[Asked]:
+            return [
+                each
+                for at, prompt in enumerate(body.prompts)
+                for each in ask(host, body, prompt, body.max_tokens, at * body.n, **more)
+            ]
+
+        asked = await asyncio.to_thread(read)
         texts = [prompt for prompt in body.prompts for _ in range(body.n)]
         head = dict(id=answers.new_id("cmpl"), object="text_completion", created=int(time.time()), model=host.name)
         lengths = [0] * len(asked)
@@ -127,18 +132,21 @@ def make_app(hosts: Mapping[str, Host], limits: Limits | None = None) -> FastAPI
             return {"index": at, "text": text, "logprobs": told, "finish_reason": piece.reason}
 
         if body.stream:
-            return streamed(host, body, asked, head, choice)
-        return await whole(host, body, asked, head, choice, _join_completion)
+            return await answers.unless_gone(request, streamed(host, body, asked, head, choice))
+        return await answers.unless_gone(request, whole(host, body, asked, head, choice, _join_completion))
 
     @app.post("/v1/chat/completions", response_model=None)
-    async def chat(body: Chat) -> Response | dict[str, Any]:
+    async def chat(body: Chat, request: Request) -> Response | dict[str, Any]:
         host = find(body.model, "decoder")
-        ids = chat_ids(host, body)
-        room = host.model.config.max_len - len(ids)
-        most = body.max_completion_tokens or body.max_tokens or max(1, min(1024, room))
-        grammar = format_grammar(host, body.response_format)
         more: dict[str, Any] = dict(scored=body.logprobs, alternatives=(body.top_logprobs or 0) if body.logprobs else 0)
-        asked = [ask(host, body, ids, most, copy, grammar=grammar, **more) for copy in range(body.n)]
+
+        def read() -> list[Asked]:
+            ids = chat_ids(host, body)
+            room = host.model.config.max_len - len(ids)
+            most = body.max_completion_tokens or body.max_tokens or max(1, min(1024, room))
+            return ask(host, body, ids, most, 0, grammar=format_grammar(host, body.response_format), **more)
+
+        asked = await asyncio.to_thread(read)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         head = dict(id=answers.new_id("chatcmpl"), object=kind, created=int(time.time()), model=host.name)
         began = [False] * body.n
@@ -152,28 +160,26 @@ def make_app(hosts: Mapping[str, Host], limits: Limits | None = None) -> FastAPI
             return {"index": at, "delta": said, "logprobs": told, "finish_reason": piece.reason}
 
         if body.stream:
-            return streamed(host, body, asked, head, choice)
-        return await whole(host, body, asked, head, choice, _join_chat)
+            return await answers.unless_gone(request, streamed(host, body, asked, head, choice))
+        return await answers.unless_gone(request, whole(host, body, asked, head, choice, _join_chat))
 
-    def streamed(host: Host, body: Writing, asked: list[Asked], head: dict[str, Any], choice: Any) -> Response:
+    async def streamed(host: Host, body: Writing, asked: list[Asked], head: dict[str, Any], choice: Any) -> Response:
+        usage = answers.Usage()
+        news = _mixed(host, body, asked, usage)
+        first = await anext(news)  # what is refused is refused before a status is sent
+
         async def events() -> AsyncGenerator[bytes, None]:
-            usage = answers.Usage()
+            yield answers.event({**head, "choices": [choice(*first)]})
             try:
-                async with contextlib.aclosing(_mixed(host, body, asked, usage)) as news:
-                    async for at, piece in news:
-                        yield answers.event({**head, "choices": [choice(at, piece)]})
+                async for at, piece in news:
+                    yield answers.event({**head, "choices": [choice(at, piece)]})
                 if body.stream_options is not None and body.stream_options.include_usage:
                     yield answers.event({**head, "choices": [], "usage": usage.told()})
                 yield answers.DONE
-            except (
-                ClearheadError,
-                FullError,
-                BrokenError,
-                asyncio.TimeoutError,
-            ) as error:  # the status is sent already
+            except Exception as error:
                 yield answers.event(_say(error)[1])
 
-        return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-store"})
+        return answers.Events(events(), news)
 
     async def whole(
         host: Host, body: Writing, asked: list[Asked], head: dict[str, Any], choice: Any, join: Any
@@ -201,17 +207,23 @@ def make_app(hosts: Mapping[str, Host], limits: Limits | None = None) -> FastAPI
                 news.put_nowait((at, error))
 
         readers = [asyncio.create_task(read(at, request)) for at, request in enumerate(asked)]
-        left, until = len(readers), time.monotonic() + limits.seconds
+        left = len(readers)
+        clock = asyncio.get_running_loop().call_later(limits.seconds, news.put_nowait, (0, asyncio.TimeoutError()))
         try:
             while left:
-                at, piece = await asyncio.wait_for(news.get(), max(0.0, until - time.monotonic()))
-                if isinstance(piece, BaseException):
-                    raise piece
-                if piece is None:
-                    left -= 1
-                else:
-                    yield at, piece
+                # What came while the last piece was sent goes as one: a server in a hurry sends fewer, longer pieces.
+                come = [await news.get()]
+                while not news.empty():
+                    come.append(news.get_nowait())
+                for at in dict.fromkeys(at for at, _ in come):
+                    if parts := [piece for of, piece in come if of == at and isinstance(piece, answers.Piece)]:
+                        yield at, answers.join(parts)
+                for _, piece in come:
+                    if isinstance(piece, BaseException):
+                        raise piece
+                    left -= piece is None
         finally:
+            clock.cancel()
             for reader in readers:
                 reader.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
@@ -230,15 +242,16 @@ def make_app(hosts: Mapping[str, Host], limits: Limits | None = None) -> FastAPI
         return {"object": "list", "data": data, "model": host.name, "usage": usage}
 
     @app.post("/v1/translate", response_model=None)
-    async def translate(body: Translation) -> dict[str, Any]:
+    async def translate(body: Translation, request: Request) -> dict[str, Any]:
         host = find(body.model, "translator")
-        found = await asyncio.gather(*(one_translation(host, body, text) for text in body.texts))
+        each = [one_translation(host, body, text) for text in body.texts]
+        found = await answers.unless_gone(request, _together(each))
         return {"object": "list", "model": host.name, "data": [{"index": at, **each} for at, each in enumerate(found)]}
 
     async def one_translation(host: Host, body: Translation, text: str) -> dict[str, Any]:
         assert isinstance(host.model, EncoderDecoder)
         assert host.tokenizer is not None
-        ids = source_ids(host, text)
+        ids = await asyncio.to_thread(source_ids, host, text)
         most = body.max_tokens or min(2 * len(ids) + 20, host.model.config.max_len)
         request = Asked(source=ids, max_new_tokens=most, beams=body.beams, n_best=body.n_best, scored=True)
         ticket = await last(host, replace(request, length_penalty=body.length_penalty), limits.seconds)
@@ -247,13 +260,13 @@ def make_app(hosts: Mapping[str, Host], limits: Limits | None = None) -> FastAPI
             said: dict[str, Any] = {"text": host.tokenizer.decode(one.tokens), "score": one.score}
             said["finish_reason"] = "stop" if one.finished else "length"
             if body.alignment:
-                async with host.alone:
-                    said["alignment"] = await asyncio.to_thread(align, host, ids, one.tokens)
+                said["alignment"] = await host.between_steps(partial(align, host, ids, one.tokens))
             told.append(said)
         return {"translations": told, "prompt_tokens": len(ids)}
 
     @app.post("/v1/audio/transcriptions", response_model=None)
     async def transcriptions(
+        request: Request,
         file: Annotated[UploadFile, File()],
         model: Annotated[str, Form()] = "",
         language: Annotated[str | None, Form()] = None,
@@ -267,8 +280,9 @@ def make_app(hosts: Mapping[str, Host], limits: Limits | None = None) -> FastAPI
         data = await file.read()
         sound = await asyncio.to_thread(lambda: load_audio(BytesIO(data)))
         scribe = Scribe(host.model, host.tokenizer, language, "transcribe")
-        requests = await asyncio.to_thread(lambda: list(scribe.requests(sound)))
-        tickets = await asyncio.gather(*(last(host, request, limits.seconds) for request in requests))
+        asked = await asyncio.to_thread(lambda: list(scribe.requests(sound)))
+        each = [last(host, one, limits.seconds) for one in asked]
+        tickets = await answers.unless_gone(request, _together(each))
         decoded = [host.tokenizer.decode(ticket.hypotheses[0].tokens).strip() for ticket in tickets]
         text = " ".join(decoded)
         return PlainTextResponse(text + "\n") if response_format == "text" else {"text": text}
@@ -276,8 +290,8 @@ def make_app(hosts: Mapping[str, Host], limits: Limits | None = None) -> FastAPI
     return app
 
 
-def ask(host: Host, body: Writing, prompt: str | list[int], most: int, at: int, **more: Any) -> Asked:
-    """One of the texts that a request asks for."""
+def ask(host: Host, body: Writing, prompt: str | list[int], most: int, at: int, **more: Any) -> list[Asked]:
+    """The n texts that a request asks for after one prompt, the first of them its `at`th."""
     assert isinstance(host.model, Decoder)
     assert host.tokenizer is not None
     options = body.options()
@@ -285,10 +299,11 @@ def ask(host: Host, body: Writing, prompt: str | list[int], most: int, at: int, 
         options["logit_bias"] = {int(id): bias for id, bias in (body.logit_bias or {}).items()}
     except ValueError:
         raise InputError(f"logit_bias maps ids to numbers; got {body.logit_bias!r:.80}; use ids as keys") from None
-    seed = random.getrandbits(62) if body.seed is None else body.seed
-    return make_request(
-        host.model, host.tokenizer, prompt, max_new_tokens=most, seed=seed + at, stop=body.stops, **options, **more
+    seed = (random.getrandbits(62) if body.seed is None else body.seed) + at
+    one = make_request(
+        host.model, host.tokenizer, prompt, max_new_tokens=most, seed=seed, stop=body.stops, **options, **more
     )
+    return [replace(one, seed=seed + copy) for copy in range(body.n)]
 
 
 def chat_ids(host: Host, body: Chat) -> list[int]:
@@ -316,6 +331,16 @@ def format_grammar(host: Host, asked: ResponseFormat | None) -> Any:
         raise InputError("response_format json_schema needs a json_schema; got none; give its schema")
     schema: Any = {"type": "object"} if asked.json_schema is None else asked.json_schema.schema_
     return make_grammar(host.model, host.tokenizer, json_schema=schema)
+
+
+async def _together(work: Sequence[Coroutine[Any, Any, answers.T]]) -> list[answers.T]:
+    """All of them; where one fails or nobody waits any more, none goes on."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def last(host: Host, request: Asked, seconds: float) -> Ticket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 from collections import Counter
@@ -10,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
+PATIENCE = 5.0  # seconds for an answer that says no to be read
 OPEN = ("/healthz", "/readyz")  # a prober has no key
 
 
@@ -30,8 +33,14 @@ class Limits:
 
 def error(status: int, message: str, kind: str = "invalid_request_error", **more: Any) -> tuple[int, dict[str, Any]]:
     """An answer that says no."""
-    body = {"message": " ".join(message.split())[:1000], "type": kind, "param": None, "code": None, **more}
-    return status, {"error": body}
+    body = {"message": message, "type": kind, "param": None, "code": None, **more}
+    return status, {"error": {name: said and _one_line(said) for name, said in body.items()}}
+
+
+def _one_line(text: str) -> str:
+    """What a client sent may be quoted in it, with anything in it: half a surrogate pair can not be sent back."""
+    printable = "".join(each if each.isprintable() else " " for each in text[:2000])
+    return " ".join(printable.split())[:1000]
 
 
 class Guard:
@@ -49,17 +58,26 @@ class Guard:
         if refusal is not None:
             await answer(send, *refusal)
             return
-        key = headers.get("authorization", "")
+        key = _given_key(headers) if self.limits.keys else ""
         if self.open[key] >= self.limits.streams:
             said = f"{self.limits.streams} requests at once are the limit; wait for one to end"
             await answer(send, *error(429, said, "rate_limit_error"))
             return
         self.open[key] += 1
+        has_begun = False
+
+        async def watched(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
         try:
-            await self.app(scope, self._counted(receive, path), send)
-        except TooLargeError:
-            said = f"the body is larger than {self._most(path):,} bytes; send less"
-            await answer(send, *error(413, said))
+            # A client that sends or reads too slowly must go at last. Routes have the shorter limit, and say more.
+            work = self.app(scope, self._counted(receive, path), watched)
+            await asyncio.wait_for(work, self.limits.seconds + PATIENCE)
+        except asyncio.TimeoutError:
+            if not has_begun:
+                await answer(send, *error(408, "the request took too long to arrive", "timeout_error"))
         finally:
             self.open[key] -= 1
             if not self.open[key]:
@@ -73,14 +91,14 @@ class Guard:
         if origin is not None and not self._is_ours(origin.split("://", 1)[-1]):
             return error(403, "pages of other sites may not ask this server", "permission_error")
         if self.limits.keys and path not in OPEN:
-            given = headers.get("authorization", "").removeprefix("Bearer ").strip().encode()
+            given = _given_key(headers).encode()
             # All are compared, and each in constant time: neither which nor how much of one fits can be measured.
             fits = [hmac.compare_digest(given, key.encode()) for key in self.limits.keys]
             if not any(fits):
                 return error(401, "a valid API key is needed: Authorization: Bearer ...", code="invalid_api_key")
         length = headers.get("content-length", "0")
-        if not length.isdigit() or int(length) > self._most(path):
-            return error(413, f"the body is larger than {self._most(path):,} bytes; send less")
+        if not length.isdecimal() or len(length) > 20 or int(length) > self._most(path):
+            return error(413, self._too_large(path))
         return None
 
     def _is_ours(self, host: str) -> bool:
@@ -90,6 +108,9 @@ class Guard:
     def _most(self, path: str) -> int:
         return self.limits.sound if path.startswith("/v1/audio") else self.limits.body
 
+    def _too_large(self, path: str) -> str:
+        return f"the body is larger than {self._most(path):,} bytes; send less"
+
     def _counted(self, receive: Receive, path: str) -> Callable[[], Awaitable[Message]]:
         left = self._most(path)
 
@@ -98,14 +119,14 @@ class Guard:
             message = await receive()
             left -= len(message.get("body", b""))
             if left < 0:
-                raise TooLargeError
+                raise HTTPException(413, self._too_large(path))
             return message
 
         return counted
 
 
-class TooLargeError(Exception):
-    """More came than was announced."""
+def _given_key(headers: Headers) -> str:
+    return headers.get("authorization", "").removeprefix("Bearer ").strip()
 
 
 async def answer(send: Send, status: int, body: dict[str, Any]) -> None:

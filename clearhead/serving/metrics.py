@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 if TYPE_CHECKING:
     from clearhead.serving.hosts import Host
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+log = logging.getLogger("clearhead.serving")
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
@@ -24,6 +29,10 @@ class Metrics:
         self.requests = Counter("clearhead_requests", "Requests answered", ["route", "status"], registry=registry)
         self.prompt_tokens = Counter("clearhead_prompt_tokens", "Tokens of prompts", ["model"], registry=registry)
         self.new_tokens = Counter("clearhead_new_tokens", "Tokens written", ["model"], registry=registry)
+        wait = "Seconds that a request waited until it was let in"
+        self.wait = Histogram("clearhead_wait_seconds", wait, ["model"], buckets=SECONDS, registry=registry)
+        for name, host in hosts.items():
+            host.tell_wait = self.wait.labels(name).observe
         first = "Seconds from a request to its first token"
         self.first_token = Histogram(
             "clearhead_first_token_seconds", first, ["model"], buckets=SECONDS, registry=registry
@@ -53,3 +62,36 @@ class Engines(Collector):
                 running.add_metric([name], len(engine.running) + len(engine.reading))
                 held.add_metric([name], engine.blocks.n_held / max(engine.blocks.n_blocks - 1, 1))
         yield from (waiting, running, held)
+
+
+class Count:
+    """Each request and how long its whole answer took; one line of the log each, with neither texts nor who asked."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, status, is_whole = time.perf_counter(), 0, False
+
+        async def seen(message: Message) -> None:
+            nonlocal status, is_whole
+            status = message.get("status", status)
+            is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
+            await send(message)
+
+        try:
+            await self.app(scope, receive, seen)
+        finally:
+            route = getattr(scope.get("route"), "path", "unknown")
+            seconds = time.perf_counter() - began
+            self.metrics.requests.labels(route, str(status)).inc()
+            self.metrics.whole.labels(route).observe(seconds)
+            facts = (_known(scope["method"]), route, status, seconds, "yes" if is_whole else "no")
+            log.info("method=%s route=%s status=%d seconds=%.3f whole=%s", *facts)
+
+
+def _known(method: str) -> str:
+    return method if method in ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE") else "other"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class Meter:
         self.low = t.precision == "bfloat16" or (t.precision == "auto" and processes.device.type == "cuda")
         self.peak = measure_peak(processes.device, torch.bfloat16 if self.low else torch.float32)
         self.cost = cost(
-            config,
+            replace(config, pruned_heads=()),  # an upper bound, where some are gone
             batch=max(1, rows // (t.accumulate * processes.world)),
             length=min(length, config.max_len),
             source_length=min(source, config.max_source_len) or None,

@@ -1,4 +1,4 @@
-"""Models run to be measured: inputs of the lengths asked for, and what autograd keeps of a call."""
+"""What autograd keeps of a call."""
 
 from __future__ import annotations
 
@@ -6,20 +6,9 @@ import torch
 from torch import Tensor
 
 from clearhead.config import Config
+from clearhead.costs.measurement import make_inputs
 from clearhead.costs.operations import Lengths
 from clearhead.models import Model, build
-
-
-def inputs(config: Config, batch: int, at: Lengths, device: str = "cpu") -> tuple[Tensor, ...]:
-    """What the model is called with."""
-    if config.inputs == "patches":
-        return (torch.randn(batch, config.n_channels, config.image_size, config.image_size, device=device),)
-    target = torch.randint(0, config.vocab_size, (batch, at.target), device=device)
-    if config.shape != "encoder-decoder":
-        return (target,)
-    if config.inputs == "frames":
-        return torch.randn(batch, config.n_mels, 2 * at.source, device=device), target
-    return torch.randint(0, config.source_vocab_size or config.vocab_size, (batch, at.source), device=device), target
 
 
 def saved_bytes(
@@ -36,7 +25,7 @@ def saved_bytes(
             found[storage.data_ptr()] = x, storage.nbytes()
         return x
 
-    given = inputs(config, batch, at, device)
+    given = make_inputs(config, batch, at, device)
     with (
         torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
         torch.autocast(device, torch.bfloat16, enabled=half),

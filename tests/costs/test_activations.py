@@ -39,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "learned, tied": DECODER | dict(positions="learned", tie_embeddings=True),
     "alibi": DECODER | dict(positions="alibi"),
     "t5": DECODER | dict(positions="t5"),
+    "t5, as many key heads": DECODER | dict(positions="t5", n_kv_heads=6),
     "window": DECODER | dict(window=5),
     "encoder": ENCODER,
     "bert": ENCODER | dict(head="tokens", head_transform=True, embedding_norm=True, n_segments=2, feedforward="gelu"),
@@ -89,6 +90,16 @@ def test_any_config_keeps_about_what_is_said(drawn: Fields) -> None:
     for half in (False, True):
         said = count_saved(config, 3, at, Setting(half=half, cuda=False), logits=0)
         assert sum(said.values()) == pytest.approx(saved_bytes(config, 3, at, half=half), rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("name", "measured"), [("encoder-decoder, rotary, qk-norm", 1_567_970), ("encoder-decoder, t5", 2_649_028)]
+)
+def test_what_a_gpu_was_seen_to_keep(name: str, measured: int) -> None:
+    """Measured on an H200 with torch 2.11: heads that share keys, normed by CUDA's kernel or with a bias that learns."""
+    config = ch.Config(**CASES[name])
+    said = count_saved(config, 3, check_lengths(config, None, None), Setting(half=True, cuda=True), logits=0)
+    assert sum(said.values()) == pytest.approx(measured, rel=0.0005)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
 import pytest
@@ -16,6 +16,8 @@ import clearhead as ch
 from clearhead.costs import activations, cost, forecast
 from clearhead.costs.parameters import count_matrices, count_parameters
 from clearhead.layers import kernels
+from clearhead.layers.linear import Packed
+from clearhead.layers.quantized import quantize
 from clearhead.models import Decoder, EncoderDecoder, build
 from clearhead.training import losses
 
@@ -39,9 +41,13 @@ def test_gpt2_in_training() -> None:
 @pytest.mark.parametrize("mode", ["forward", "train", "decode"])
 def test_parts_add_up(mode: str) -> None:
     report = cost(ch.preset("transformer-base"), batch=3, length=7, source_length=11, mode=mode)
+    figures = {field.name for field in fields(report)} - {"parts"}
+    assert set(report.parts) == figures
     for name, parts in report.parts.items():
+        assert list(parts) == list(forecast.PARTS)
         assert sum(parts.values()) == getattr(report, name)
-    assert report.parts["params"] == count_parameters(ch.preset("transformer-base"))
+    counted = count_parameters(ch.preset("transformer-base"))
+    assert report.parts["params"] == {"projections": counted.pop("attention"), "attention": 0, **counted}
 
 
 def test_a_forecast_is_frozen() -> None:
@@ -91,6 +97,53 @@ def test_shards_share_weights_gradients_and_state_but_no_activations() -> None:
     assert (shared.weight_bytes, shared.optimizer_bytes) == (whole.weight_bytes // 4, whole.optimizer_bytes // 4)
     assert shared.gradient_bytes == whole.gradient_bytes // 4
     assert shared.activation_bytes == whole.activation_bytes
+
+
+def test_copies_hold_everything_and_their_gradients_twice() -> None:
+    alone, copied = (cost(ch.preset("gpt2"), batch=1, mode="train", shards=n, parallel="ddp") for n in (1, 4))
+    assert copied.weight_bytes == alone.weight_bytes
+    assert copied.optimizer_bytes == alone.optimizer_bytes
+    assert copied.gradient_bytes == 2 * alone.gradient_bytes
+    assert copied.peak_bytes == alone.peak_bytes + alone.gradient_bytes
+
+
+def test_shards_gather_two_blocks_and_all_that_is_in_none() -> None:
+    """On infinitely many devices only what is gathered, and what each computes, remains."""
+    config = ch.preset("gpt2")
+    many, twice = (cost(config, batch=1, shards=n) for n in (10**12, 10**12 // 2))
+    counted = count_parameters(config)
+    blocks = counted["attention"] + counted["feedforward"] + counted["norm"]
+    gathered = 4 * (2 * blocks / config.n_layers + counted["embedding"] + counted["head"])
+    assert many.peak_bytes == pytest.approx(gathered + many.activation_bytes, rel=1e-4)
+    assert many.peak_bytes == twice.peak_bytes
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "smollm2-135m", "bert-base", "t5-small", "opus-mt-en-de", "whisper-tiny", "vit-b-16"]
+)
+def test_quantised_weights_weigh_what_is_said(name: str, kind: str) -> None:
+    """Widths that 32 and 64 do not divide are among them: 40 and 96."""
+    sizes: dict[str, Any] = dict(d_model=96, n_heads=4, n_kv_heads=2, d_head=10, n_layers=2, d_ff=200)
+    config = ch.preset(name, **sizes | ({} if name == "vit-b-16" else {"vocab_size": 211}))
+    model = quantize(build(config, dtype=torch.bfloat16), kind)
+    packed = [x for module in model.modules() if isinstance(module, Packed) for x in module.buffers(recurse=False)]
+    report = cost(config, batch=1, precision="bfloat16", quantize=kind)
+    assert report.weight_bytes == sum(x.nbytes for x in (*model.parameters(), *packed))
+    assert report.params == sum(p.numel() for p in build(config, device="meta").parameters())
+
+
+def test_bits_of_a_weight() -> None:
+    parts = {kind: cost(ch.preset("llama-7b"), batch=1, quantize=kind).parts for kind in ("int8", "int4")}
+    for kind, bits in (("int8", 8.25), ("int4", 5)):
+        for part in ("projections", "feedforward"):
+            assert 8 * parts[kind]["weight_bytes"][part] / parts[kind]["params"][part] == bits
+
+
+def test_time_is_bound_by_operations_or_by_reading() -> None:
+    report = cost(ch.preset("llama-7b"), batch=1, mode="decode", precision="bfloat16")
+    assert report.seconds(1e12) == report.flops / 1e12
+    assert report.seconds(1e15, 1e12) == (report.weight_bytes + report.kv_cache_bytes) / 1e12
 
 
 def test_what_saves_memory_is_said_to() -> None:
@@ -159,7 +212,7 @@ def test_the_peak_of_a_training_step(batch: int, chunked: bool, half: bool, chec
     # What works for a moment in a layer or in the optimizer is left out; it weighs more where gradients outweigh the batch.
     assert said == pytest.approx(
         measured_peak(config, batch, half=half, checkpointing=checkpointing, chunked=chunked),
-        rel=0.06 if batch > 1 else 0.1,
+        rel=0.06,
     )
 
 
@@ -169,6 +222,9 @@ def test_the_peak_of_a_training_step(batch: int, chunked: bool, half: bool, chec
         (dict(mode="trian"), r"mode='trian' is not known; did you mean 'train'\?"),
         (dict(precision="bf16"), r"precision='bf16' is not known; did you mean 'bfloat16'\?"),
         (dict(optimizer="adam"), r"optimizer='adam' is not known; did you mean 'adamw'\?"),
+        (dict(parallel="dpp"), r"parallel='dpp' is not known; did you mean 'ddp'\?"),
+        (dict(quantize="int3"), r"quantize='int3' is not known; did you mean 'int"),
+        (dict(quantize="int4", mode="train"), r"quantised weights can not be trained; got quantize='int4'"),
         (dict(device="tpu"), r"device='tpu' is not known; .*cpu"),
         (dict(batch=0), r"batch=0 is too small; nearest valid: batch=1"),
         (dict(shards=0), r"shards=0 is too small"),

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import clearhead as ch
+from clearhead.costs.measurement import make_inputs
 from clearhead.costs.operations import Lengths, check_lengths, count_forward, count_pairs, count_training
 from clearhead.layers.masks import Mask
 from clearhead.models import build
-from tests.costs.running import inputs
 from tests.models.drawn import Fields, fields
 
 ALL = slice(None)
@@ -26,7 +26,7 @@ def counted(config: ch.Config, at: Lengths, *, checkpointing: bool = False) -> t
     """What torch counts on the meta device, forward and in all. The explicit kernel: fused, it sees nothing on a CPU."""
     model = build(config, device="meta")
     with FlopCounterMode(display=False) as counter:
-        out = model(*inputs(config, 3, at, "meta"), checkpointing=checkpointing)
+        out = model(*make_inputs(config, 3, at, "meta"), checkpointing=checkpointing)
         forward = counter.get_total_flops()
         out.sum().backward()
     return forward, counter.get_total_flops()

@@ -14,7 +14,9 @@ from models.tiny import EVERY, assert_same, inputs, run, tiny
 from torch import Tensor, nn
 
 import clearhead as ch
-from clearhead.inside.probe import sites
+from clearhead.generation.engine import Engine
+from clearhead.generation.requests import Request
+from clearhead.inside.probe import Seen, sites
 from clearhead.layers.masks import causal
 from clearhead.models import Model
 
@@ -165,6 +167,72 @@ def test_scores_are_what_the_softmax_takes() -> None:
         assert_same(hidden.softmax(-1), seen["blocks.0.attention.weights"])
 
 
+def test_shapes_are_as_declared() -> None:
+    for name in EVERY:
+        model = tiny(name)
+        c = model.config
+        args = inputs(c)
+        with ch.probe(model) as seen, torch.no_grad():
+            run(model, *args)
+        for site, shape in sites(model).items():
+            # Of a text, queries and keys are as many; the source is 13 long.
+            pictures, source = c.inputs == "patches", "encoder." in site
+            T = c.max_len if pictures else 13 if source else 11
+            sizes = dict(B=3, H=c.n_heads, K=c.n_kv_heads, T=T, S=13 if ".cross." in site else T)
+            sizes |= dict(D=c.d_model, E=c.d_head, F=c.d_ff)
+            assert tuple(seen[site].shape) == tuple(sizes[letter] for letter in shape[1:-1].split(", ")), site
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_some_heads_and_rows_are_a_part_of_all(name: str) -> None:
+    """Asked for afterwards, or kept alone."""
+    model = tiny(name)
+    args = inputs(model.config)
+    with ch.probe(model) as whole, torch.no_grad():
+        run(model, *args)
+    H = model.config.n_heads
+    group = H // model.config.n_kv_heads
+    for head, rows in ((H - 1, -2), ([0, H - 1], slice(2, 7, 2))):
+        heads = [head] if isinstance(head, int) else head
+        at = slice(-2, -1) if isinstance(rows, int) else rows
+        with ch.probe(model, head=head, rows=rows) as few, torch.no_grad():
+            run(model, *args)
+        for site, shape in sites(model).items():
+            expected = whole[site]
+            if "H" in shape:
+                assert_same(whole.rows(site, rows, head=head), expected[:, heads, at], within=1e-12)
+                expected = expected[:, heads, at]
+            elif "K" in shape:
+                expected = expected[:, sorted({h // group for h in heads})]
+            else:
+                assert torch.equal(whole.rows(site, rows), expected[:, at])
+                expected = expected[:, at]
+            assert_same(few[site], expected, within=1e-12)
+            if "H" in shape:
+                assert_same(few.rows(site, -1, head=H - 1), expected[:, -1:, -1:], within=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if tiny(name).config.inputs != "patches"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_explicit_kernel_computes_with_these_weights(name: str, side: str) -> None:
+    """float32, padded: what the probe says of the fused kernel, times v, is what the explicit kernel makes of each head."""
+    fused, explicit = (tiny(name, dtype=torch.float32, kernel=kernel) for kernel in ("fused", "explicit"))
+    args = inputs(fused.config)
+    lengths, at = torch.tensor([[11], [7], [5]]), torch.arange(11 if len(args) == 1 else 13)
+    real = at < lengths if side == "right" else at >= len(at) - lengths
+    with ch.probe(fused, "*.weights") as seen, torch.no_grad():
+        run(fused, *args, mask=real)
+    with ch.probe(explicit, "*.v", "*.out") as theirs, torch.no_grad():
+        run(explicit, *args, mask=real)
+    for site in seen:
+        place = site.removesuffix(".weights")
+        v, out = theirs[f"{place}.v"], theirs[f"{place}.out"]
+        by_hand = seen[site] @ v.repeat_interleave(out.shape[1] // v.shape[1], 1)
+        if len(args) == 1 or place.startswith("encoder."):
+            by_hand, out = by_hand.transpose(1, 2)[real], out.transpose(1, 2)[real]
+        assert_same(by_hand, out, within=1e-5)  # float32, two layers of sums of at most 37 terms
+
+
 @pytest.mark.parametrize("part", ["weights", "scores"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "alibi", "bert"])
 def test_rows_are_a_slice_of_all(name: str, part: str) -> None:
@@ -175,26 +243,44 @@ def test_rows_are_a_slice_of_all(name: str, part: str) -> None:
         assert_same(seen.rows(site, rows), seen[site][:, :, rows])
 
 
-def test_few_rows_cost_little() -> None:
-    """Of a long context only the rows asked for are computed: nothing made is as large as T x T."""
-    model = tiny("gpt2", max_len=2048, dtype=torch.float32)
-    tokens = torch.randint(0, 53, (1, 2048))
-    site = "blocks.0.attention.weights"
-    with ch.probe(model, site) as seen, torch.no_grad():
+def held_by(seen: Seen) -> int:
+    """Bytes of all memory that what was seen keeps alive."""
+    tensors = [*seen.tensors.values()]
+    for look in seen.looks.values():
+        tensors += [look.q, look.k, *(x for x in vars(look.mask).values() if isinstance(x, Tensor))]
+        tensors += [look.bias] if isinstance(look.bias, Tensor) else []
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return sum(storages.values())
+
+
+class Most(torch.utils._python_dispatch.TorchDispatchMode):
+    """The largest tensor that is made, in bytes."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.bytes = max(self.bytes, out.numel() * out.element_size())
+        return out
+
+
+@pytest.mark.parametrize(("name", "n_layers"), [("gpt2", 12), ("alibi", 2)])
+def test_one_row_of_one_head_at_32768_tokens(name: str, n_layers: int) -> None:
+    """Every layer is looked at, one row of one head each: what is kept is that head's keys, what is made is rows, not squares."""
+    T, E = 32_768, 2
+    # A window only keeps the forward pass short: the row is computed, and masked, over all keys.
+    sizes = dict(n_layers=n_layers, d_model=4, n_heads=2, n_kv_heads=2, d_head=E, d_ff=5, max_len=T, window=512)
+    model = tiny(name, dtype=torch.float32, **sizes)
+    tokens = torch.randint(0, 53, (1, T))
+    with ch.probe(model, "*.weights", head=1, rows=-1) as seen, torch.no_grad():
         model(tokens)
-    largest = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            largest = max(largest, out.numel() if isinstance(out, Tensor) else 0)
-            return out
-
-    with Watch():
-        row = seen.rows(site, slice(2000, 2001))
-    assert row.shape == (1, 3, 1, 2048)
-    assert largest < 2048 * 2048 / 4
+    assert held_by(seen) <= n_layers * 4 * (T * E + E)
+    with Most() as most:
+        row = seen["blocks.1.attention.weights"]
+    assert row.shape == (1, 1, 1, T)
+    assert float(row.sum()) == pytest.approx(1, abs=1e-4)
+    assert most.bytes <= 8 * 2 * T  # distances are whole numbers of 8 bytes; ALiBi's row is made for both heads
 
 
 def test_hidden_and_residual() -> None:
@@ -219,7 +305,7 @@ def test_looking_changes_nothing_and_sees_every_site(name: str) -> None:
         during = run(model, *args)
     assert torch.equal(during, before)
     assert torch.equal(run(model, *args), before)
-    assert list(seen) == sites(model)
+    assert list(seen) == list(sites(model))
     assert len(seen) == len(sites(model))
     for site in seen:
         assert not seen[site].requires_grad
@@ -284,7 +370,8 @@ def test_the_last_call_is_what_is_seen() -> None:
 
 
 def test_sites_have_names_of_their_places() -> None:
-    assert sites(tiny("gpt2", n_layers=1)) == [
+    assert list(sites(tiny("gpt2", n_layers=1))) == [
+        "embedding",
         "blocks.0.attention.q",
         "blocks.0.attention.k",
         "blocks.0.attention.v",
@@ -342,3 +429,41 @@ def test_a_site_that_was_not_reached() -> None:
             ch.InputError, match=rf"'{re.escape(site)}' was not reached; call the model inside the `with`"
         ):
             seen[site]
+
+
+def test_heads_that_were_not_kept_or_are_not_there() -> None:
+    model = tiny("gpt2")
+    with ch.probe(model, WEIGHTS, "*.out", "*.residual", head=[0, 2]) as seen:
+        model(*inputs(model.config))
+    for site in (WEIGHTS, "blocks.0.attention.out"):
+        with pytest.raises(ch.InputError, match=r"the heads 0, 2 are there; got head=1"):
+            seen.rows(site, head=1)
+    with pytest.raises(ch.InputError, match=r"'blocks\.0\.residual' has no heads, but head=0 was asked for"):
+        seen.rows("blocks.0.residual", head=0)
+    with pytest.raises(ch.InputError, match=r"has heads 0 \.\. 2; got head=3"), ch.probe(model, WEIGHTS, head=3):
+        model(*inputs(model.config))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "alibi", "mistral", "t5", "marian"])
+def test_during_generation(name: str) -> None:
+    """Keys in the blocks of an engine: the row of the last token written, as a call with the whole text has it."""
+    model = tiny(name, dtype=torch.float32, max_len=64)
+    *source, tokens = inputs(model.config)
+    stack = "decoder." if source else ""
+    prompt, given = tokens[0, :7], source[0][:1] if source else None
+    patterns = [f"{stack}blocks.*.weights"]
+    engine = Engine(model, max_tokens=512)
+    ticket = engine.submit(
+        Request(prompt=prompt.tolist(), source=given[0].tolist() if source else None, max_new_tokens=23, eos=())
+    )
+    with ch.probe(model, *patterns) as seen:
+        while engine.is_busy:
+            engine.step()
+    text = torch.tensor([[*prompt.tolist(), *ticket.ids[:-1]]])
+    with ch.probe(model, *patterns) as whole, torch.no_grad():
+        run(model, *([given] if source else []), text)
+    for site in seen:
+        expected = whole.rows(site, -1)
+        ours = seen[site][..., : expected.shape[-1]]
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)  # float32, other kernels
+        assert not seen[site][..., expected.shape[-1] :].any()  # the rest of the last block is empty

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +15,12 @@ from typing import Any
 import clearhead as ch
 
 TEXTS = ["the cat sat on the mat", "a dog ran over the hill", '{"yes": 0, "no": 1}', "hello there, how are you?"] * 9
-TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
-TEMPLATE += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+TEMPLATE = "".join(
+    [
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}",
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    ]
+)
 
 
 def make_models(folder: Path) -> dict[str, Path]:
@@ -52,10 +57,12 @@ def served(*args: str, env: dict[str, str] | None = None) -> Generator[tuple[str
             for line in process.stderr:
                 said.append(line)
                 if found := re.search(r"running on (http://\S+)", line):
+                    # A full pipe would hold the server up.
+                    threading.Thread(target=process.stderr.read, daemon=True).start()
                     yield found[1], process
                     break
             else:
                 raise AssertionError("".join(said))
         finally:
             process.terminate()
-            process.communicate(timeout=30)
+            process.wait(timeout=30)

@@ -1,0 +1,223 @@
+"""Many streams at once against `clearhead serve`: what is lost, how long tokens take, whether memory grows.
+
+    .venv/bin/python benchmarks/serve_load.py                                    500 streams for 60 s, a tiny model
+    .venv/bin/python benchmarks/serve_load.py --streams 64 --seconds 10 --check  short; fails where a stream is lost
+    .venv/bin/python benchmarks/serve_load.py --compare --width 512 --layers 8   beside the engine alone, in turns
+
+Each stream asks, reads its text to the end, and asks again. The client shares the machine's cores with the server, so its own
+work is in every figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import torch
+
+import clearhead as ch
+from clearhead.generation import Engine, Request
+
+
+@dataclass
+class Seen:
+    """What the clients saw."""
+
+    n_whole: int = 0
+    lost: list[str] = field(default_factory=list[str])
+    n_tokens: int = 0
+    firsts: list[float] = field(default_factory=list[float])
+    gaps: list[float] = field(default_factory=list[float])
+
+    def add(self, other: Seen) -> None:
+        self.n_whole, self.n_tokens = self.n_whole + other.n_whole, self.n_tokens + other.n_tokens
+        self.lost, self.firsts, self.gaps = self.lost + other.lost, self.firsts + other.firsts, self.gaps + other.gaps
+
+
+def make_model(folder: Path, width: int, layers: int) -> Path:
+    """A decoder that never ends a text by itself, so that every answer is as long."""
+    texts = ["the cat sat on the mat", "a dog ran over the hill"] * 9
+    tokenizer = ch.train_tokenizer(texts=texts, kind="bpe", vocab_size=300)
+    config = ch.preset("gpt2", n_layers=layers, d_model=width, n_heads=4, vocab_size=tokenizer.vocab_size, max_len=512)
+    model: Any = ch.build(config)
+    model.generation = ch.Generation(bos=tokenizer.bos, eos=())
+    place = ch.save(model, folder / "tiny")
+    tokenizer.save(place)
+    return place
+
+
+@contextmanager
+def served(place: Path) -> Generator[tuple[int, int]]:
+    """The server's port and process."""
+    command = [sys.executable, "-m", "clearhead", "serve", f"tiny={place}", "--port", "0", "--device", "cpu"]
+    # Few blocks: memory that is touched for the first time would look like a leak.
+    command += ["--streams", "4096", "--max-tokens", "16384"]
+    log = place.parent / "log"
+    with (
+        log.open("w") as out,
+        subprocess.Popen(command, stderr=out, stdout=out) as process,
+    ):
+        try:
+            while not (found := re.search(r"running on http://\S+?:(\d+)", log.read_text())):
+                if process.poll() is not None:
+                    raise SystemExit(log.read_text())
+                time.sleep(0.1)
+            yield int(found[1]), process.pid
+        finally:
+            process.terminate()
+
+
+def memory(pid: int) -> float:
+    """Of a process, in MB."""
+    found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) / 1e3 if found else 0.0
+
+
+async def ask(port: int, prompt: list[int], n_tokens: int, seen: Seen) -> None:
+    """One text, read to its end."""
+    body = json.dumps(dict(model="tiny", prompt=prompt, max_tokens=n_tokens, temperature=0, stream=True)).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
+    head += "content-type: application/json\r\n\r\n"
+    last = began = time.perf_counter()
+    n_events = 0
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(head.encode() + body)
+            async for line in reader:
+                if line.startswith(b"data: {"):
+                    now = time.perf_counter()
+                    (seen.gaps if n_events else seen.firsts).append(now - last)
+                    last, n_events = now, n_events + 1
+                    if b'"error"' in line:
+                        break
+                if line.startswith(b"data: [DONE]"):
+                    seen.n_whole += 1
+                    seen.n_tokens += n_tokens
+                    return
+            seen.lost.append(f"ended after {n_events} events, {time.perf_counter() - began:.1f} s")
+        finally:
+            writer.close()
+    except OSError as error:
+        seen.lost.append(type(error).__name__)
+
+
+async def load(port: int, n_streams: int, n_tokens: int, prompts: deque[list[int]], until: float) -> Seen:
+    """Streams that ask again and again, until their time or the prompts are over."""
+    seen = Seen()
+
+    async def stream() -> None:
+        while prompts and time.perf_counter() < until:
+            prompt = prompts.popleft()
+            await ask(port, prompt, n_tokens, seen)
+
+    await asyncio.gather(*(stream() for _ in range(n_streams)))
+    return seen
+
+
+def alone(engine: Engine, n_streams: int, n_tokens: int, prompts: deque[list[int]]) -> float:
+    """The same requests in process; tokens a second."""
+    began, total, n_open = time.perf_counter(), len(prompts) * n_tokens, 0
+    while prompts or n_open:
+        while prompts and n_open < n_streams:
+            engine.submit(Request(prompt=prompts.popleft(), max_new_tokens=n_tokens))
+            n_open += 1
+        n_open -= sum(token is None for _, token in engine.step())
+    return total / (time.perf_counter() - began)
+
+
+def make_prompts(n: int) -> deque[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return deque(torch.randint(5, 250, (8 + at % 9,), generator=generator).tolist() for at in range(n))
+
+
+def at_share(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
+
+
+def waited(port: int, share: float) -> float:
+    """The bound under which this share of the requests waited to be let in, by the server's own histogram."""
+    told = urlopen(f"http://localhost:{port}/metrics").read().decode()
+    buckets = [(float(a), float(b)) for a, b in re.findall(r'wait_seconds_bucket{le="([^"]+)",\S+} (\S+)', told)]
+    return next((bound for bound, count in buckets if count >= share * buckets[-1][1]), float("nan"))
+
+
+def tell(seen: Seen, seconds: float) -> None:
+    print(f"answers {seen.n_whole:,}; lost {len(seen.lost)} {sorted(set(seen.lost))[:3] or ''}")
+    print(f"{seen.n_tokens / seconds:,.0f} tokens a second")
+    print(
+        f"first token p50 {at_share(seen.firsts, 0.5):.3f} s, p99 {at_share(seen.firsts, 0.99):.3f} s; "
+        f"between tokens p50 {at_share(seen.gaps, 0.5) * 1e3:.1f} ms, p99 {at_share(seen.gaps, 0.99) * 1e3:.1f} ms"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=500)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--tokens", type=int, default=32, help="of each answer")
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--compare", action="store_true", help="with the engine alone, in turns")
+    parser.add_argument("--rounds", type=int, default=3, help="of --compare")
+    parser.add_argument("--check", action="store_true", help="fail where a stream is lost or memory goes on growing")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        place = make_model(Path(folder), asked.width, asked.layers)
+        with served(place) as (port, pid):
+            asyncio.run(load(port, 8, asked.tokens, make_prompts(64), time.perf_counter() + 60))
+            if asked.compare:
+                compare(asked, place, port)
+                return
+            before, began = memory(pid), time.perf_counter()
+            prompts = make_prompts(1_000_000 if asked.seconds > 60 else 100_000)
+            # Memory grows until as much was held as ever is at once; after that it must stay.
+            seen = asyncio.run(load(port, asked.streams, asked.tokens, prompts, began + 0.4 * asked.seconds))
+            between = memory(pid)
+            more = asyncio.run(load(port, asked.streams, asked.tokens, prompts, began + asked.seconds))
+            seen.add(more)
+            print(f"{asked.streams} streams of {asked.tokens} tokens, {os.cpu_count()} cores, ", end="")
+            print(f"load {os.getloadavg()[0]:.1f} (others' work included)")
+            tell(seen, time.perf_counter() - began)
+            after = memory(pid)
+            print(f"waited to be let in: p99 below {waited(port, 0.99)} s")
+            print(
+                f"the server's memory: {before:.0f} MB before, {between:.0f} MB at 40% of the time, {after:.0f} MB after"
+            )
+            if asked.check and (seen.lost or not seen.n_whole or after > between + 50):
+                raise SystemExit(1)
+
+
+def compare(asked: argparse.Namespace, place: Path, port: int) -> None:
+    """Through HTTP and in process, in turns, as the machine's speed changes."""
+    model: Any = ch.load(place)
+    engine, n = Engine(model.eval()), 3 * asked.streams
+    ratios: list[float] = []
+    for _ in range(asked.rounds):
+        speed = alone(engine, asked.streams, asked.tokens, make_prompts(n))
+        began = time.perf_counter()
+        seen = asyncio.run(load(port, asked.streams, asked.tokens, make_prompts(n), began + 600))
+        seconds = time.perf_counter() - began
+        tell(seen, seconds)
+        ratios.append(seen.n_tokens / seconds / speed)
+        print(f"the engine alone: {speed:,.0f} tokens a second; through HTTP {ratios[-1]:.0%} of it")
+    print(f"through HTTP, median of {asked.rounds}: {statistics.median(ratios):.0%} of the engine alone")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""`prune`: a model without some of its heads, smaller and faster, that computes what the whole one does with them taken away.
+
+smaller = prune(model, {3: [0, 5], "blocks.7.attention": [2]})
+ch.save(smaller, path)                        # loads again: its config says which heads are gone
+savings(model, smaller, tokens)               # parameters, and seconds of a call
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead.config import Config
+from clearhead.errors import InputError, did_you_mean
+from clearhead.layers.linear import Packed
+from clearhead.models import Model, build
+
+
+@dataclass(frozen=True)
+class Savings:
+    """What a pruned model takes, beside the whole one."""
+
+    parameters: int
+    parameters_before: int
+    seconds: float  # of a call, the median of several in turns
+    seconds_before: float
+
+
+def prune(model: Model, heads: Mapping[int | str, Sequence[int]]) -> Model:
+    """The model without these heads: new weights, the old model as it was.
+
+    `heads` are the numbers of each layer's heads, or of an attention's by its name ("decoder.blocks.2.cross"). A model that was
+    pruned before has its heads counted anew. Grouped heads share keys and values, and go in whole groups.
+    """
+    if any(isinstance(module, Packed) for module in model.modules()):
+        raise InputError(
+            "this model's weights are quantised, and rows of them can not be taken out; prune, then quantise"
+        )
+    config = model.config
+    gone = set(config.pruned_heads)
+    for key, numbers in heads.items():
+        place = _place(key, config)
+        now = config.kept_heads(place)
+        wrong = [head for head in numbers if not 0 <= head < len(now)]
+        if wrong:
+            raise InputError(f"{place!r} has heads 0 .. {len(now) - 1}; got {wrong[0]}; name some of these")
+        gone |= {f"{place}.{now[head]}" for head in numbers}
+    known = [f"{place}.{head}" for place in config.attentions for head in range(config.n_heads)]
+    smaller = Config.from_dict({**config.to_dict(), "pruned_heads": tuple(name for name in known if name in gone)})
+    pruned = build(smaller, device="meta", dtype=next(model.parameters()).dtype)
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    for place in config.attentions:
+        _cut(state, place, config, smaller)
+    pruned.load_state_dict(state, assign=True)
+    pruned.generation, pruned.extras = model.generation, model.extras
+    return pruned.train(model.training)
+
+
+@torch.no_grad()
+def savings(whole: Model, pruned: Model, *inputs: Tensor, rounds: int = 5, **options: Any) -> Savings:
+    """Parameters, and seconds of a call with these inputs, both models in turns."""
+    times: list[tuple[float, float]] = []
+    for _ in range(rounds + 1):
+        starts = [time.perf_counter()]
+        for model in (whole, pruned):
+            model(*inputs, **options)
+            if next(model.parameters()).is_cuda:
+                torch.cuda.synchronize()
+            starts.append(time.perf_counter())
+        times.append((starts[1] - starts[0], starts[2] - starts[1]))
+    before, after = (statistics.median(each) for each in zip(*times[1:], strict=True))  # the first one warms up
+    n_after, n_before = (sum(p.numel() for p in model.parameters()) for model in (pruned, whole))
+    return Savings(n_after, n_before, after, before)
+
+
+def parameters_of_head(config: Config) -> int:
+    """What one head takes: its part of q and of the output, and of k and v its share."""
+    each = {"q": 1.0, "k": 1 / (config.n_heads // config.n_kv_heads), "v": 1 / (config.n_heads // config.n_kv_heads)}
+    biases = sum(share for letter, share in each.items() if letter in config.attention_bias)
+    return round(config.d_head * ((sum(each.values()) + 1) * config.d_model + biases))
+
+
+def _place(key: int | str, config: Config) -> str:
+    if isinstance(key, str):
+        if key not in config.attentions:
+            raise InputError(f"this model has no attention {key!r}; {did_you_mean(key, config.attentions)}")
+        return key
+    if config.shape == "encoder-decoder":
+        raise InputError(
+            f"layer {key} of an encoder-decoder has several attentions; name one, such as 'decoder.blocks.{key}.cross'"
+        )
+    if not 0 <= key < config.n_layers:
+        raise InputError(f"this model has layers 0 .. {config.n_layers - 1}; got {key}; name one of these")
+    return f"blocks.{key}.attention"
+
+
+def _cut(state: dict[str, Tensor], place: str, before: Config, after: Config) -> None:
+    """Take the rows of q, k and v, and the columns of the output, that belong to the heads that stay."""
+    was, stays = before.kept_heads(place), after.kept_heads(place)
+    if was == stays:
+        return
+    group = before.n_heads // before.n_kv_heads
+    heads = [was.index(head) for head in stays]
+    keys = [head // group for head in heads[::group]]
+    for name, which, axis in (("q_proj", heads, 0), ("k_proj", keys, 0), ("v_proj", keys, 0), ("o_proj", heads, 1)):
+        weight = state[f"{place}.{name}.weight"]
+        state[f"{place}.{name}.weight"] = _pick(weight, which, axis, before.d_head)
+        bias = f"{place}.{name}.bias"
+        if axis == 0 and bias in state:
+            state[bias] = _pick(state[bias], which, 0, before.d_head)
+
+
+def _pick(x: Tensor, heads: list[int], axis: int, d_head: int) -> Tensor:
+    at = torch.tensor(heads, device=x.device)
+    return x.unflatten(axis, (-1, d_head)).index_select(axis, at).flatten(axis, axis + 1).contiguous()

@@ -1,0 +1,282 @@
+"""Clients that go, read slowly or come in crowds; an engine that fails; a server that is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2 as httpx
+import pytest
+
+import clearhead as ch
+from clearhead.generation import Request
+from clearhead.serving.hosts import BrokenError, Host
+from tests.serving.fuzzing import Fuzzer
+from tests.serving.running import make_models, served
+
+ROOT = Path(__file__).resolve().parents[2]
+LONG: dict[str, Any] = {
+    "model": "gpt",
+    "prompt": "the cat",
+    "max_tokens": 480,
+    "temperature": 0,
+    "logit_bias": {"1": -100},
+}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def address(places: dict[str, Path]) -> Generator[str]:
+    with served(*map(str, places.values())) as (url, _):
+        yield url
+
+
+def gauge(address: str, name: str) -> float:
+    found = re.search(rf'clearhead_{name}{{model="gpt"}} (\S+)', httpx.get(f"{address}/metrics").text)
+    assert found is not None
+    return float(found[1])
+
+
+def wait_until_idle(address: str, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while gauge(address, "running") or gauge(address, "kv_share") or gauge(address, "waiting"):
+        assert time.monotonic() < until, "a request that nobody reads goes on"
+        time.sleep(0.02)
+
+
+def open_line(address: str, body: dict[str, Any], read: int = 0) -> socket.socket:
+    """A request on a plain socket, so that the test decides when it is read and when it goes."""
+    place = urlsplit(address)
+    line = socket.socket()
+    if read:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, read)
+    line.settimeout(30)
+    line.connect((place.hostname, place.port))
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n"
+    line.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + content)
+    return line
+
+
+def text_of(address: str, body: dict[str, Any]) -> str:
+    """A stream read to its end."""
+    text = ""
+    with httpx.stream("POST", f"{address}/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                text += json.loads(line[6:])["choices"][0]["text"]
+    return text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_goes_is_forgotten_and_others_are_untouched(address: str, stream: bool) -> None:
+    expected = text_of(address, LONG)
+    found: list[str] = []
+    stays = threading.Thread(target=lambda: found.append(text_of(address, LONG)))
+    lines = [open_line(address, {**LONG, "n": 2, "stream": stream}) for _ in range(8)]
+    if stream:
+        assert all(line.recv(100).startswith(b"HTTP/1.1 200") for line in lines)
+    stays.start()
+    while not gauge(address, "running"):
+        time.sleep(0.01)
+    assert gauge(address, "kv_share") > 0
+    for line in lines:
+        line.close()
+    stays.join(timeout=60)
+    wait_until_idle(address, seconds=2)  # 480 tokens of 16 texts would take longer
+    assert found == [expected]
+
+
+def test_going_before_being_let_in(places: dict[str, Path]) -> None:
+    with served(str(places["gpt"]), "--max-texts", "1") as (url, _):
+        first = open_line(url, {**LONG, "stream": True})
+        assert first.recv(100)
+        waiting = [open_line(url, LONG) for _ in range(3)]
+        until = time.monotonic() + 5
+        while gauge(url, "waiting") < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+        for line in waiting:
+            line.close()
+        while gauge(url, "waiting"):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        first.close()
+        wait_until_idle(url, seconds=2)
+
+
+def test_slow_readers_hold_nobody_up(address: str) -> None:
+    body = {**LONG, "stream": True, "logprobs": 20}  # more than sockets hold
+    lines = [open_line(address, body, read=4096) for _ in range(6)]
+    began = time.monotonic()
+    assert text_of(address, {**LONG, "max_tokens": 20})
+    assert time.monotonic() - began < 20
+    time.sleep(0.5)
+    said = b""
+    while not said.endswith(b"0\r\n\r\n"):  # nothing is lost to one who reads later
+        piece = lines[0].recv(1 << 20)
+        assert piece
+        said += piece
+    assert b"data: [DONE]" in said
+    events = [json.loads(line[6:]) for line in said.split(b"\n") if line.startswith(b"data: {")]
+    assert sum(len(event["choices"][0]["logprobs"]["tokens"]) for event in events) == 480
+    for line in lines:
+        line.close()
+    wait_until_idle(address, seconds=5)
+
+
+def test_a_failing_engine_tells_its_batch_and_serves_the_next(
+    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = ch.load(places["gpt"])
+    host = Host("gpt", model, ch.load_tokenizer(places["gpt"]), max_tokens=2048)
+    request = Request(prompt=[5, 6, 7], max_new_tokens=40, eos=())
+
+    async def write() -> list[Any]:
+        return [token async for token in host.write(request)]
+
+    async def scene() -> None:
+        expected = [token.id for token in (await write())[:-1]]
+        engine = host.engine
+        assert engine is not None
+        real, calls = engine.runner.write, 0
+
+        def fails_once() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 5:
+                raise RuntimeError("secret of the machine")
+            return real()
+
+        monkeypatch.setattr(engine.runner, "write", fails_once)
+        both = await asyncio.gather(write(), write(), return_exceptions=True)
+        assert all(isinstance(error, BrokenError) for error in both), both
+        assert "secret" not in str(both)
+        assert host.is_healthy
+        assert [token.id for token in (await write())[:-1]] == expected
+        monkeypatch.setattr(host, "_make", lambda: 1 / 0)
+        monkeypatch.setattr(host.engine, "step", lambda: 1 / 0)
+        with pytest.raises(BrokenError):
+            await write()
+        await asyncio.to_thread(host._thread.join, 5)  # pyright: ignore[reportPrivateUsage]
+        assert not host.is_healthy
+        with pytest.raises(BrokenError):
+            await write()
+        host.stop()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("grace", [20.0, 0.0])
+def test_told_to_end_under_load(places: dict[str, Path], grace: float) -> None:
+    """With time, every answer is whole; without, each stream ends with an error and each other request with a 503."""
+    with served(str(places["gpt"]), "--grace", str(grace)) as (url, process):
+        ends: list[str] = []
+
+        def ask(stream: bool) -> None:
+            try:
+                answer = httpx.post(f"{url}/v1/completions", json={**LONG, "stream": stream}, timeout=60)
+            except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError) as error:
+                ends.append(f"cut: {type(error).__name__}")
+                return
+            last = answer.text.split("data: ")[-1].strip() if stream and answer.status_code == 200 else answer.text
+            is_whole = last == "[DONE]" if stream else answer.status_code == 200
+            ends.append("whole" if is_whole else f"{answer.status_code} {json.loads(last)['error']['message']}")
+
+        clients = [threading.Thread(target=ask, args=(at % 2 == 0,)) for at in range(16)]
+        for client in clients:
+            client.start()
+        while gauge(url, "running") + gauge(url, "waiting") < 16:
+            time.sleep(0.01)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=30)
+        assert time.monotonic() - began < grace + 10
+        for client in clients:
+            client.join(timeout=10)
+        assert len(ends) == 16
+        if grace:
+            assert set(ends) == {"whole"}
+        else:
+            refused = {"503 the server is shutting down", "200 the server is shutting down", "whole"}
+            assert set(ends) <= refused, set(ends)
+            assert len(set(ends) - {"whole"}) == 2
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/healthz")
+
+
+def test_time_is_limited(places: dict[str, Path]) -> None:
+    with served(str(places["gpt"]), "--seconds", "0.1") as (url, _):
+        late = httpx.post(f"{url}/v1/completions", json={**LONG, "n": 16}, timeout=30)
+        assert late.status_code == 504
+        assert late.json()["error"]["message"] == "the request took too long; ask for less"
+        place = urlsplit(url)
+        with socket.create_connection((place.hostname or "", place.port or 80), timeout=20) as line:
+            line.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
+            assert line.recv(1000).startswith(b"HTTP/1.1 408")
+
+
+def test_alignments_are_each_one_s_own(address: str) -> None:
+    """Those who look inside the model see their own pass, whatever is being written beside it."""
+    texts = ["the cat", "a dog ran over the hill", "hello there, how are you?", "the mat sat on the cat"]
+
+    def ask(text: str) -> Any:
+        body = {"model": "translator", "input": text, "beams": 2, "max_tokens": 12, "alignment": True}
+        (found,) = httpx.post(f"{address}/v1/translate", json=body, timeout=60).raise_for_status().json()["data"]
+        alignment = found["translations"][0]["alignment"]
+        return alignment["target"], [[round(weight, 4) for weight in row] for row in alignment["weights"]]
+
+    expected = [ask(text) for text in texts]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(ask, texts * 8))
+    for at, (target, weights) in enumerate(found):
+        assert target == expected[at % 4][0]
+        assert weights == [pytest.approx(row, abs=2e-4) for row in expected[at % 4][1]]
+
+
+def test_bodies_beyond_the_limit(address: str) -> None:
+    def parts() -> Generator[bytes]:
+        for _ in range(90):
+            yield b" " * 100_000
+
+    said = httpx.post(f"{address}/v1/completions", content=parts(), headers={"content-type": "application/json"})
+    assert said.status_code == 413
+    assert said.json()["error"]["message"] == "the body is larger than 8,000,000 bytes; send less"
+
+
+def test_what_is_refused_is_refused_before_a_stream(address: str) -> None:
+    for more, status in (({"max_tokens": 9999}, 400), ({"prompt": ["a"] * 100, "n": 16}, 400), ({"prompt": []}, 400)):
+        said = httpx.post(f"{address}/v1/completions", json={**LONG, **more, "stream": True}, timeout=30)
+        assert said.status_code == status, said.text
+        assert said.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_fuzz(address: str) -> None:
+    fuzzer = Fuzzer(address, seed=7)
+    for _ in range(1000):
+        fuzzer.ask()
+    assert fuzzer.is_alive()
+    assert {200, 400, 404, 405} <= set(fuzzer.statuses)
+    wait_until_idle(address, seconds=5)
+
+
+def test_many_streams() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks/serve_load.py"), "--streams", "64", "--seconds", "5", "--check"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "lost 0" in ran.stdout
