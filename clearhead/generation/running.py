@@ -90,6 +90,7 @@ class Runner:
         # A bias needs the distance of every pair, for lengths that a recording does not know.
         records = self.device.type == "cuda" and stack.positions.bias is None
         self.recordings: Recordings | None = Recordings(self) if records else None
+        self.watched = list(stack.modules()) if records else []
 
     def keep(self, rows: Sequence[int]) -> None:
         """Only these rows stay, in this order."""
@@ -155,10 +156,11 @@ class Runner:
     def write(self) -> Float[Tensor, "n V"]:
         """Each row's last token read; logits for its next."""
         n = self.n
-        self.is_greedy = self.recordings is not None
-        if self.recordings is not None:
+        self.is_greedy = self.recordings is not None and not self._is_watched()
+        if self.recordings is not None and self.is_greedy:
             logits = self.recordings.replay()
         else:
+            self.has_moved = True  # the recording's own counts did not follow
             used = -(-int(self.counts[:n].max() + 1) // self.block)
             table, counts = send(self.table[:n, :used], self.device), send(self.counts[:n], self.device)
             used = -(-int(self.source_counts[:n].max()) // self.block)
@@ -166,6 +168,10 @@ class Runner:
             logits = self.step(self.tokens[:n], PagedCache(self.pool, table, counts), *source)
         self.counts[:n] += 1
         return logits
+
+    def _is_watched(self) -> bool:
+        """Whether somebody hooked into the model: a recording would pass by unseen."""
+        return any(module._forward_hooks or module._forward_pre_hooks for module in self.watched)  # pyright: ignore[reportPrivateUsage]
 
     def step(
         self, tokens: Int[Tensor, " n"], cache: PagedCache, source: Int[Tensor, "n s"], source_counts: Int[Tensor, " n"]
