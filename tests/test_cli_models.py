@@ -27,10 +27,11 @@ from transformers import (
 )
 from typer.testing import CliRunner, Result
 
-from clearhead.cli import app, transcribe
+from clearhead.cli import app
 from clearhead.data import load_tokenizer
 from clearhead.data.audio import RATE, log_mel
 from clearhead.data.tokenizer_formats import read_tiktoken
+from clearhead.generation import sound as whispers
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # typer calls with values that the annotations of options do not name
 
@@ -241,9 +242,7 @@ def test_transcribe(whisper: Path, tmp_path: Path) -> None:
 
 
 def test_transcribe_finds_the_language(whisper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        transcribe, "ENGLISH_ONLY", 1863
-    )  # the size of the small vocabulary with 99 languages, less one
+    monkeypatch.setattr(whispers, "ENGLISH_ONLY", 1863)  # the size of the small vocabulary with 99 languages, less one
     file, sound = sound_file(tmp_path, 0.2)
     tokenizer = read_tiktoken(whisper / "gpt2.tiktoken", 100)
     theirs: Any = WhisperForConditionalGeneration.from_pretrained(whisper / "all")
@@ -256,7 +255,7 @@ def test_transcribe_finds_the_language(whisper: Path, tmp_path: Path, monkeypatc
         prompt = [start, language, tokenizer.id(f"<|{task}|>"), tokenizer.id("<|notimestamps|>")]
         expected = tokenizer.decode(greedy(whisper / "all", sound, prompt)).strip()
         assert call(*given, "--task", task, *told).stdout == expected + "\n"
-    assert "--language 'xx' is not one of the model's" in complaint(*given, "--language", "xx")
+    assert "language 'xx' is not one of the model's" in complaint(*given, "--language", "xx")
 
 
 def test_transcribe_complains(whisper: Path, embedder: Path, tmp_path: Path) -> None:
