@@ -55,13 +55,15 @@ class Engines(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         waiting = GaugeMetricFamily("clearhead_waiting", "Requests not let in yet", labels=["model"])
         running = GaugeMetricFamily("clearhead_running", "Requests being written", labels=["model"])
+        steps = GaugeMetricFamily("clearhead_steps", "Steps that the engine has taken", labels=["model"])
         held = GaugeMetricFamily("clearhead_kv_share", "Share of the blocks of memory that are held", labels=["model"])
         for name, host in self.hosts.items():
             if (engine := host.engine) is not None:
                 waiting.add_metric([name], len(engine.waiting))
                 running.add_metric([name], len(engine.running) + len(engine.reading))
+                steps.add_metric([name], engine.n_steps)
                 held.add_metric([name], engine.blocks.n_held / max(engine.blocks.n_blocks - 1, 1))
-        yield from (waiting, running, held)
+        yield from (waiting, running, steps, held)
 
 
 class Count:

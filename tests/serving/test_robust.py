@@ -24,7 +24,7 @@ import clearhead as ch
 from clearhead.generation import Request
 from clearhead.serving.hosts import BrokenError, Host
 from tests.serving.fuzzing import Fuzzer
-from tests.serving.running import make_models, served
+from tests.serving.running import served
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG: dict[str, Any] = {
@@ -34,17 +34,6 @@ LONG: dict[str, Any] = {
     "temperature": 0,
     "logit_bias": {"1": -100},
 }
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def address(places: dict[str, Path]) -> Generator[str]:
-    with served(*map(str, places.values())) as (url, _):
-        yield url
 
 
 def gauge(address: str, name: str) -> float:
@@ -86,21 +75,25 @@ def text_of(address: str, body: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_goes_is_forgotten_and_others_are_untouched(address: str, stream: bool) -> None:
-    expected = text_of(address, LONG)
+    shorter = {**LONG, "max_tokens": 200}
+    expected = text_of(address, shorter)
     found: list[str] = []
-    stays = threading.Thread(target=lambda: found.append(text_of(address, LONG)))
+    stays = threading.Thread(target=lambda: found.append(text_of(address, shorter)))
+    before = gauge(address, "steps")
+    stays.start()
     lines = [open_line(address, {**LONG, "n": 2, "stream": stream}) for _ in range(8)]
     if stream:
         assert all(line.recv(100).startswith(b"HTTP/1.1 200") for line in lines)
-    stays.start()
-    while not gauge(address, "running"):
+    while gauge(address, "running") < 2:  # one of those who will go, at least
+        assert gauge(address, "steps") < before + 400
         time.sleep(0.01)
     assert gauge(address, "kv_share") > 0
     for line in lines:
         line.close()
     stays.join(timeout=60)
-    wait_until_idle(address, seconds=2)  # 480 tokens of 16 texts would take longer
+    wait_until_idle(address, seconds=30)
     assert found == [expected]
+    assert gauge(address, "steps") < before + 470  # the texts that nobody reads have 480 tokens
 
 
 def test_going_before_being_let_in(places: dict[str, Path]) -> None:
@@ -114,10 +107,10 @@ def test_going_before_being_let_in(places: dict[str, Path]) -> None:
         for line in waiting:
             line.close()
         while gauge(url, "waiting"):
-            assert time.monotonic() < until
             time.sleep(0.01)
         first.close()
-        wait_until_idle(url, seconds=2)
+        wait_until_idle(url, seconds=30)
+        assert gauge(url, "steps") < 2 * 480  # let in one after another, the three alone would take more
 
 
 def test_slow_readers_hold_nobody_up(address: str) -> None:

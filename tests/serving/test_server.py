@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,9 @@ import torch
 
 import clearhead as ch
 from clearhead.generation import write_texts
-from tests.serving.running import make_models, served
+from tests.serving.running import served
 
 IMPOSSIBLE = {"type": "integer", "minimum": 5, "maximum": 3}
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def address(places: dict[str, Path]) -> Generator[str]:
-    with served(*map(str, places.values())) as (url, _):
-        yield url
 
 
 @pytest.fixture
