@@ -1,51 +1,47 @@
 """SST-2: a classifier from scratch, and one that has read first. Test accuracy of run folders, and text to read first.
 
-    python benchmarks/sst2.py prose enwik8.gz train.tsv prose.txt     # sentences of Wikipedia and the task's own, without labels
-    python benchmarks/sst2.py score runs/x test.tsv                   # accuracy of a run's model on the test split
+    python benchmarks/sst2.py reviews aclImdb_v1.tar.gz train.tsv reviews.txt   # unlabelled reviews and the task's own sentences
+    python benchmarks/sst2.py score runs/x test.tsv                             # accuracy of a run's model on the test split
 
-The recipes are recipes/sst2.toml (from scratch), recipes/prose.toml (masked language model) and recipes/sst2-tuned.toml (started
-from the latter with --from).
+The recipes are recipes/sst2.toml (from scratch), recipes/reviews.toml (masked language model) and recipes/sst2-tuned.toml (started
+from the latter). The reviews are the unlabelled ones of the Large Movie Review Dataset (Maas et al. 2011).
 """
 
 from __future__ import annotations
 
-import gzip
 import random
 import re
 import sys
+import tarfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-MARKUP = [
-    (re.compile(r"&(lt|gt|amp|quot|nbsp);"), " "),
-    (re.compile(r"\{\{[^}]*\}\}|<[^>]*>|\[https?:[^\]]*\]"), " "),
-    (re.compile(r"\[\[(?:[^|\]]*\|)?([^\]]*)\]\]"), r"\1"),
-    (re.compile(r"'{2,}|={2,}"), " "),
-]
 SENTENCE = re.compile(r"(?<=[.!?]) (?=[A-Z])")
+WORDS = 90  # a line's at most: as many as fit the model's length
 
 
-def prose(wiki: Path, table: Path, out: Path, megabytes: int = 30) -> None:
-    """One sentence a line, lower-cased and cut at punctuation as SST-2 is, in random order."""
+def reviews(archive: Path, table: Path, out: Path) -> None:
+    """The unlabelled reviews of the archive in lines of whole sentences, written as SST-2 is, among the task's own sentences."""
     lines = [line.split("\t")[0] for line in table.read_text(encoding="utf-8").splitlines()] * 5
-    size = 0
-    with gzip.open(wiki, "rt", encoding="utf-8", errors="replace") as stream:
-        for line in stream:
-            if len(line) < 120 or line.lstrip()[:1] in "<{|*#:[!&;":
-                continue
-            for pattern, instead in MARKUP:
-                line = pattern.sub(instead, line)
-            for sentence in SENTENCE.split(line.strip()):
-                if 40 < len(sentence) < 400 and not re.search(r"[\[\]{}|<>=]|http", sentence):
-                    words = re.sub(r"([,.!?;:()\"])", r" \1 ", sentence.lower())
-                    lines.append(" ".join(re.sub(r"(n't|'\w+)\b", r" \1", words).split()))
-                    size += len(lines[-1])
-            if size > megabytes * 1e6:
-                break
+    with tarfile.open(archive) as members:
+        for member in members:
+            if "/unsup/" in member.name and (file := members.extractfile(member)) is not None:
+                lines += cut(file.read().decode("utf-8", "replace").replace("<br />", " "))
     random.Random(0).shuffle(lines)
     out.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print(f"{len(lines):,} sentences, {size / 1e6:.1f} MB")
+    print(f"{len(lines):,} lines")
+
+
+def cut(text: str) -> list[str]:
+    lines: list[list[str]] = [[]]
+    for sentence in SENTENCE.split(" ".join(text.split())):
+        apart = re.sub(r"([,.!?;:()\"])", r" \1 ", sentence.lower())
+        words = re.sub(r"(n't|'\w+)\b", r" \1", apart).split()
+        if lines[-1] and len(lines[-1]) + len(words) > WORDS:
+            lines.append([])
+        lines[-1] += words
+    return [" ".join(line) for line in lines if line]
 
 
 def score(folder: Path, table: Path) -> float:
@@ -70,8 +66,8 @@ def score(folder: Path, table: Path) -> float:
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["prose", wiki, table, out]:
-            prose(Path(wiki), Path(table), Path(out))
+        case ["reviews", archive, table, out]:
+            reviews(Path(archive), Path(table), Path(out))
         case ["score", *folders, table]:
             for folder in folders:
                 score(Path(folder), Path(table))
