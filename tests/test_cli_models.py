@@ -106,7 +106,7 @@ def test_embed(embedder: Path, texts: Path, tmp_path: Path) -> None:
     """In batches by length, on paper as in memory, each text gets the vector it has alone, in the order of the lines."""
     expected = one_by_one(embedder, "mean")
     out = tmp_path / "out.npy"
-    assert lines_of("embed", embedder, texts, "--out", out, "--batch", "2", "--truncate") == []
+    assert lines_of("embed", embedder, texts, "--out", out, "--tokens", "16", "--truncate") == []
     np.testing.assert_allclose(np.load(out)[:4], expected[:4], rtol=0, atol=1e-5)  # fp32, other shapes
     np.testing.assert_allclose(np.load(out)[5], expected[5], rtol=0, atol=1e-5)
     short = "\n".join([LINES[0], LINES[5]])

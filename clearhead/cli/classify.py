@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from clearhead.cli.embed import check_lengths
 from clearhead.cli.inputs import Device, ModelName, find_device, find_model, follow, read_lines
 from clearhead.errors import InputError
 
@@ -72,9 +71,10 @@ def run(
 
 def read_texts(place: Path, model: Encoder, lines: list[str], batch: int, *, cut: bool) -> Iterator[Batch]:
     from clearhead.data import load_tokenizer
+    from clearhead.generation.vectors import read
 
     tokenizer, max_len = load_tokenizer(place), model.config.max_len
-    check_lengths(tokenizer, lines, max_len, cut=cut)
+    read(tokenizer, lines, max_len, truncate=cut)
     for first in range(0, len(lines), batch):
         part = lines[first : first + batch]
         yield part, *tokenizer.batch(part, max_len=max_len, truncate="right" if cut else None)

@@ -18,11 +18,12 @@ Not counted: masks of padded or packed rows.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from clearhead.config import Config
 from clearhead.costs.operations import Lengths
-from clearhead.costs.parameters import count_matrices
+from clearhead.costs.parameters import count_matrices, heads_at
 
 WRITTEN_OUT = 2**24  # pairs up to which a mask is written out whole: as in layers/kernels.py
 
@@ -71,21 +72,36 @@ def count_copies(config: Config, setting: Setting) -> dict[str, int]:
 
 
 def count_blocks(config: Config, batch: int, at: Lengths, setting: Setting) -> list[tuple[int, dict[str, int]]]:
-    """For each stack, how many blocks it has and the bytes of one."""
+    """For each kind of block, how many there are and the bytes of one. A stack has one kind, unless heads were pruned."""
     c, T, S = config, at.target, at.source
-    first = c.n_layers, _block(c, batch, S or T, 0, setting, causal=c.shape == "decoder")
-    return [first, (c.n_decoder_layers, _block(c, batch, T, S, setting, causal=True))] if S else [first]
+    kinds = Counter[tuple[str, tuple[int, ...]]]()
+    for stack, layers in (("encoder.", c.n_layers), ("decoder.", c.n_decoder_layers)) if S else (("", c.n_layers),):
+        for layer in range(layers):
+            steps = ("attention", "cross") if stack == "decoder." else ("attention",)
+            kinds[stack, tuple(heads_at(c, f"{stack}blocks.{layer}.{step}")[0] for step in steps)] += 1
+    return [
+        (
+            layers,
+            _block(c, batch, S, 0, heads, setting, causal=False)
+            if stack == "encoder."
+            else _block(c, batch, T, S, heads, setting, causal=c.shape != "encoder"),
+        )
+        for (stack, heads), layers in kinds.items()
+    ]
 
 
-def _block(c: Config, batch: int, T: int, S: int, setting: Setting, *, causal: bool) -> dict[str, int]:
-    """S > 0 gives it cross-attention over S positions."""
+def _block(
+    c: Config, batch: int, T: int, S: int, heads: tuple[int, ...], setting: Setting, *, causal: bool
+) -> dict[str, int]:
+    """S > 0 gives it cross-attention over S positions; `heads` are those of each attention."""
     steps, tokens = (3 if S else 2), batch * T
     dropped = (1 if setting.cuda else setting.size) * c.d_model if c.dropout else 0
-    projections = _attention(c, batch, T, T, setting)
-    weights = batch * c.n_heads * T * T * _weights_kept(c, setting) + _written_out(c, T, setting, causal=causal)
+    projections = _attention(c, batch, T, T, heads[0], setting)
+    weights = batch * heads[0] * T * T * _weights_kept(c, setting)
+    weights += _written_out(c, T, heads[0], setting, causal=causal)
     if S:
-        projections += _attention(c, batch, T, S, setting, cross=True)
-        weights += batch * c.n_heads * T * S * _weights_kept(c, setting, cross=True)
+        projections += _attention(c, batch, T, S, heads[1], setting, cross=True)
+        weights += batch * heads[1] * T * S * _weights_kept(c, setting, cross=True)
     return {
         "norm": steps * tokens * _norm(c, setting),
         "projections": projections + (steps - 1) * tokens * dropped,
@@ -106,8 +122,9 @@ def _widths(c: Config) -> int:
     return 1 if c.feedforward == "relu" else 2
 
 
-def _attention(c: Config, batch: int, T: int, S: int, setting: Setting, *, cross: bool = False) -> int:
-    size, d_q, d_kv = setting.size, c.n_heads * c.d_head, c.n_kv_heads * c.d_head
+def _attention(c: Config, batch: int, T: int, S: int, heads: int, setting: Setting, *, cross: bool = False) -> int:
+    kv_heads = heads * c.n_kv_heads // c.n_heads
+    size, d_q, d_kv = setting.size, heads * c.d_head, kv_heads * c.d_head
     queries, keys = batch * T, batch * S
     rotary = c.positions == "rotary" and not cross
     total = size * queries * (c.d_model + d_q)  # the input, and the result as the output projection reads it
@@ -115,12 +132,12 @@ def _attention(c: Config, batch: int, T: int, S: int, setting: Setting, *, cross
     if c.qk_norm:
         # CUDA's kernel reads what is kept anyway; a CPU keeps the normed numbers, and under autocast their input, widened.
         copies = 0 if setting.cuda else 2 if setting.half else 1
-        total += 4 * (queries * (copies * d_q + c.n_heads) + keys * (copies * d_kv + c.n_kv_heads))
+        total += 4 * (queries * (copies * d_q + heads) + keys * (copies * d_kv + kv_heads))
     if c.kernel == "explicit":
         return total + size * (queries * d_q + 2 * keys * d_kv)
     if _weights_kept(c, setting, cross=cross):  # not fused: in float32, with shared keys repeated
         return total + 4 * (queries + 2 * keys) * d_q
-    total += size * (queries * d_q + 2 * keys * d_kv) + 4 * queries * c.n_heads
+    total += size * (queries * d_q + 2 * keys * d_kv) + 4 * queries * heads
     if rotary or c.qk_norm:
         total += size * (queries * d_q + keys * d_kv)
     # The kernel lays its result out as the queries lie; turned or normed ones lie head by head, and it is copied.
@@ -147,10 +164,10 @@ def _is_narrow(c: Config, T: int) -> bool:
     return 0 < 2 * c.window < T and T >= 1024
 
 
-def _written_out(c: Config, T: int, setting: Setting, *, causal: bool) -> int:
+def _written_out(c: Config, T: int, heads: int, setting: Setting, *, causal: bool) -> int:
     """A layer's own copy of a mask or bias that is no plain causal one, where it is small enough to be written out."""
     biased = c.positions in ("alibi", "t5")
-    pairs = T * T * (c.n_heads if biased else 1)
+    pairs = T * T * (heads if biased else 1)
     if not (biased or 0 < c.window < T) or _is_narrow(c, T) or pairs > WRITTEN_OUT:
         return 0
     fused = c.kernel != "explicit" and not _is_apart(c, setting) and (setting.cuda or not c.attention_dropout)

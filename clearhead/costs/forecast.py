@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from clearhead.config import Config
 from clearhead.costs.activations import Setting, count_blocks, count_copies, count_saved
 from clearhead.costs.operations import Lengths, check_lengths, count_forward, count_training
-from clearhead.costs.parameters import count_matrices, count_parameters, count_weight_bytes
+from clearhead.costs.parameters import count_heads, count_matrices, count_parameters, count_weight_bytes, heads_at
 from clearhead.errors import ConfigError, did_you_mean
 
-LOSS_CHUNK = 2**26  # logits that a chunked loss holds at once: as in training/losses.py
+LOSS_CHUNK = {"cpu": 2**26, "cuda": 2**28}  # logits that a chunked loss holds at once: as in training/losses.py
 
 PARTS: tuple[str, ...] = ("embedding", "projections", "attention", "feedforward", "norm", "head")
 
@@ -95,11 +95,6 @@ def cost(
         _check_choices(quantize=quantize)
         if mode == "train":
             raise ConfigError(f"quantised weights can not be trained; got quantize={quantize!r}; use mode='forward'")
-    if config.pruned_heads:
-        raise ConfigError(
-            f"a forecast takes layers to be alike, and this model has lost {len(config.pruned_heads)} heads; ask for the whole "
-            f"model (pruned_heads=()), which is the most it can cost, or measure it"
-        )
     if mode == "decode" and config.shape == "encoder":
         raise ConfigError("mode='decode' is for models that write; got shape='encoder'; use mode='forward'")
     at = check_lengths(config, length, source_length)
@@ -206,13 +201,15 @@ def _gathered(c: Config, whole: Mapping[str, int], shards: int) -> dict[str, int
 def _kv_cache(c: Config, batch: int, at: Lengths, setting: Setting) -> int:
     """Keys and values of every layer that writes: of what was written, within the window; of the source, all."""
     slots = min(c.window, at.past + 1) if c.window else at.past + 1
-    layers = c.n_decoder_layers if c.shape == "encoder-decoder" else c.n_layers
-    return 2 * setting.size * batch * layers * (slots + at.source) * c.n_kv_heads * c.d_head
+    is_pair = c.shape == "encoder-decoder"
+    written = slots * count_heads(c, "decoder.*.attention" if is_pair else "*")[1]
+    read = at.source * count_heads(c, "decoder.*.cross")[1]
+    return 2 * setting.size * batch * (written + read) * c.d_head
 
 
 def _widest(c: Config, batch: int, at: Lengths, setting: Setting) -> Mapping[str, int]:
     """Without gradients: the stream and a step's input, and q k v and the result, or the feed-forward's; or the logits."""
-    d_q, d_kv = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
+    d_q, d_kv = (n * c.d_head for n in max(heads_at(c, place) for place in c.attentions))
     tokens = setting.size * batch * max(at.target, at.source if at.past == 0 else 0)
     stream = {"norm": 2 * c.d_model * tokens}
     scores = c.d_model + c.vocab_size if c.head == "tokens" else 0
@@ -230,18 +227,46 @@ def _working(
 ) -> dict[str, int]:
     """What is at work beside all that is kept, at the worst moment of the backward pass.
 
-    The gradient of the head's weight, and the most of: the logits of a chunk or of all, in three forms; the last block's
-    gradients of the feed-forward's width, beside all of that block where checkpointing computes it again; and, with
-    checkpointing, the copies of all weights that autocast holds through the forward pass.
+    The most of: the loss (`_losing`), with checkpointing beside the blocks' copies of weights, which autocast holds until then;
+    the gradient of the head's weight with the last block's gradients of the feed-forward's width, beside all of that block
+    where checkpointing computes it again.
     """
     vocabulary = c.vocab_size if c.head == "tokens" else 0
-    logits = kept_logits * vocabulary or min(LOSS_CHUNK, batch * at.target * vocabulary)
-    gone = {"head": -4 * kept_logits * vocabulary}  # one of the three forms is kept, until the head is done
-    a_chunks_gradient = {"head": 0 if kept_logits else setting.size * vocabulary * c.d_model}
     tokens = batch * max(at.target, at.source)
-    inside = _sum({"feedforward": setting.size * tokens * c.d_ff * (3 if c.gated else 2)}, gone)
-    work = [_sum({"head": 12 * logits}, gone, a_chunks_gradient), inside]
+    # The log-probabilities, if kept, go with the head.
+    head = {"head": 4 * vocabulary * c.d_model - 4 * kept_logits * vocabulary}
+    inside = _sum(head, {"feedforward": setting.size * tokens * c.d_ff * (3 if c.gated else 2)})
+    work = [{"head": _losing(c, vocabulary, batch * at.target, kept_logits, setting)}, inside]
     if checkpointing:
         work += [_sum(inside, block) for _, block in count_blocks(c, batch, at, setting)]
-        work.append(_sum(count_copies(c, setting)))
-    return _sum({"head": 4 * vocabulary * c.d_model}, _largest(work))
+        copies = count_copies(c, setting)
+        if kept_logits:  # their loss comes after autocast has let the copies go
+            work.append(_sum({"head": 4 * vocabulary * c.d_model}, copies))
+        else:
+            work[0] = _sum(work[0], {part: copies.get(part, 0) for part in ("projections", "feedforward")})
+    return _sum(_largest([_sum(each) for each in work]))
+
+
+def _losing(c: Config, vocabulary: int, tokens: int, kept_logits: int, setting: Setting) -> int:
+    """What the loss has at work: as much as logits and their gradients weigh at the worst of its moments.
+
+    All logits at once come in three forms, of which one is kept. Chunk by chunk (training/losses.py), either the exponentials
+    are made: logits, differences and these, the last chunk's gradient and that of the weight so far; or the weight's
+    gradient: logits' gradient, a chunk's product, and the sum before and after; or it is multiplied by the loss's own.
+    """
+    if not vocabulary:
+        return 0
+    if kept_logits:
+        return 8 * kept_logits * vocabulary + 4 * vocabulary * c.d_model
+    chunks = -(-tokens // max(1, LOSS_CHUNK["cuda" if setting.cuda else "cpu"] // vocabulary))
+    padded = vocabulary % 8 > 0 and setting.cuda
+    wide = vocabulary + (-vocabulary % 64 if padded else 0)
+    logits, table = -(-tokens // chunks) * wide, wide * c.d_model
+    held = setting.size * table * int(padded)
+    several = int(chunks > 1)
+    exponentials = (setting.size + 8 if setting.half else 12) + setting.size * several
+    return max(
+        exponentials * logits + 4 * min(chunks - 1, 2) * table + held,
+        2 * setting.size * logits + (12 if several else setting.size + 4) * table + held,
+        (10 if setting.half else 8) * table,
+    )

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from clearhead.config import Config
-from clearhead.costs.parameters import count_matrices
+from clearhead.costs.parameters import count_heads, count_matrices
 from clearhead.errors import ConfigError
 
 Pairs = Literal["all", "allowed"]
@@ -58,22 +58,24 @@ def count_forward(config: Config, batch: int, at: Lengths, *, pairs: Pairs = "al
     """Operations of one forward pass, by part. With `past`, one of generating: the source is already read."""
     c, T, S = config, at.target, at.source
     reads = S > 0 and at.past == 0
-    d_q, d_kv = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
-    looks, kv_reads = c.n_layers * T, c.n_layers * T  # tokens times layers that ask; that are asked
-    seen = c.n_layers * count_pairs(T, at.past + T, causal=c.shape == "decoder", window=c.window, pairs=pairs)
+    own = count_pairs(T, at.past + T, causal=c.shape != "encoder", window=c.window, pairs=pairs)
+    kinds = [("blocks.*", T, T, own)]  # attentions; tokens that ask and that are asked; pairs of them
     thinks = c.n_layers * T
     if c.shape == "encoder-decoder":
-        encoder, decoder = c.n_layers if reads else 0, c.n_decoder_layers
-        looks = encoder * S + 2 * decoder * T
-        kv_reads = encoder * S + decoder * (T + (S if reads else 0))
-        seen = encoder * count_pairs(S, S, causal=False, window=c.window, pairs=pairs)
-        seen += decoder * count_pairs(T, at.past + T, causal=True, window=c.window, pairs=pairs)
-        seen += decoder * T * S
-        thinks = encoder * S + decoder * T
+        read = S if reads else 0
+        around = count_pairs(S, S, causal=False, window=c.window, pairs=pairs) if reads else 0
+        kinds = [("encoder.*", read, read, around), ("decoder.*.attention", T, T, own)]
+        kinds.append(("decoder.*.cross", T, read, T * S))
+        thinks = c.n_layers * read + c.n_decoder_layers * T
+    projected = seen = 0  # each times the heads that do it
+    for pattern, asks, asked, n_pairs in kinds:
+        heads, kv_heads = count_heads(c, pattern)
+        projected += asks * heads + asked * kv_heads
+        seen += n_pairs * heads
     return {
         "embedding": 2 * batch * sum(_entries(c, S if reads else 0)),
-        "projections": 2 * batch * c.d_model * (looks * 2 * d_q + kv_reads * 2 * d_kv),
-        "attention": 2 * batch * seen * 2 * d_q,
+        "projections": 2 * batch * c.d_model * projected * 2 * c.d_head,
+        "attention": 2 * batch * seen * 2 * c.d_head,
         "feedforward": 2 * batch * thinks * c.d_model * c.d_ff * (3 if c.gated else 2),
         "head": 2 * batch * count_matrices(c)["head"] * (1 if c.head == "classes" else T),
     }

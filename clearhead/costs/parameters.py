@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
+
 from clearhead.config import Config
 
 
@@ -13,7 +15,7 @@ def count_parameters(config: Config) -> dict[str, int]:
     crosses = decoder if c.shape == "encoder-decoder" else 0
     return {
         "embedding": _embedding(c),
-        "attention": (layers + crosses) * _attention(c) - _pruned(c),
+        "attention": _attentions(c),
         "feedforward": layers * _feedforward(c),
         "norm": _norms(c, layers, crosses),
         "head": _head(c),
@@ -24,13 +26,13 @@ def count_matrices(config: Config) -> dict[str, int]:
     """Numbers in the matrices and convolutions that what passes is multiplied with; a tied head's are the embedding's."""
     c = config
     encoder, decoder = _layers(c)
-    layers, crosses = encoder + decoder, decoder if c.shape == "encoder-decoder" else 0
+    layers = encoder + decoder
     entry = {"tokens": 0, "patches": c.n_channels * c.patch_size**2, "frames": 3 * (c.n_mels + c.d_model)}[c.inputs]
     head = {"tokens": c.vocab_size, "classes": c.n_classes, "none": 0}[c.head]
     dense = c.head_transform if c.head == "tokens" else c.pooler and c.head == "classes"
     return {
         "embedding": entry * c.d_model,
-        "attention": (layers + crosses) * 2 * c.d_model * (c.n_heads + c.n_kv_heads) * c.d_head,
+        "attention": 2 * c.d_model * c.d_head * sum(sum(heads_at(c, place)) for place in c.attentions),
         "feedforward": layers * (3 if c.gated else 2) * c.d_model * c.d_ff,
         "head": (head + (c.d_model if dense else 0)) * c.d_model,
     }
@@ -47,18 +49,18 @@ def count_weight_bytes(config: Config, size: int, quantize: str | None = None) -
     if quantize is None:
         return total
     encoder, decoder = _layers(c)
-    layers, crosses = encoder + decoder, decoder if c.shape == "encoder-decoder" else 0
-    d_q, d_kv, into = c.n_heads * c.d_head, c.n_kv_heads * c.d_head, 2 if c.gated else 1
+    layers, into = encoder + decoder, 2 if c.gated else 1
     tables = {"tokens": c.vocab_size + c.source_vocab_size, "patches": 0, "frames": c.vocab_size}[c.inputs]
     own_head = c.head == "tokens" and not c.tie_embeddings
     matrices = [  # part, how many, rows, numbers in a row, bits
         ("embedding", 1, tables, c.d_model, "int8"),
-        ("attention", layers + crosses, d_q + 2 * d_kv, c.d_model, quantize),
-        ("attention", layers + crosses, c.d_model, d_q, quantize),
         ("feedforward", layers, into * c.d_ff, c.d_model, quantize),
         ("feedforward", layers, c.d_model, c.d_ff, quantize),
         ("head", int(own_head), c.vocab_size, c.d_model, "int8"),
     ]
+    for heads, kv_heads in (heads_at(c, place) for place in c.attentions):
+        matrices.append(("attention", 1, (heads + 2 * kv_heads) * c.d_head, c.d_model, quantize))
+        matrices.append(("attention", 1, c.d_model, heads * c.d_head, quantize))
     for part, count, rows, width, kind in matrices:
         narrow = kind == "int4" and width % 32 == 0
         row = width // 2 + 4 * (width // 32) if narrow else width + 2 * -(-width // 64)
@@ -93,19 +95,24 @@ def _embedding(c: Config) -> int:
     return total
 
 
-def _attention(c: Config) -> int:
-    d_q, d_kv = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
-    widths = {"q": d_q, "k": d_kv, "v": d_kv, "o": c.d_model}
-    weights = c.d_model * (d_q + 2 * d_kv) + d_q * c.d_model
-    return weights + sum(widths[letter] for letter in c.attention_bias)
+def heads_at(c: Config, place: str) -> tuple[int, int]:
+    """How many heads an attention has, and how many of keys and values, after pruning: these go with the last of their group."""
+    heads = len(c.kept_heads(place)) if c.pruned_heads else c.n_heads
+    return heads, heads * c.n_kv_heads // c.n_heads
 
 
-def _pruned(c: Config) -> int:
-    """What was in the heads that are gone; of k and v, one of each for every n_heads / n_kv_heads of them."""
-    d_q = len(c.pruned_heads) * c.d_head
-    d_kv = d_q * c.n_kv_heads // c.n_heads
-    widths = {"q": d_q, "k": d_kv, "v": d_kv, "o": 0}
-    return 2 * c.d_model * (d_q + d_kv) + sum(widths[letter] for letter in c.attention_bias)
+def count_heads(c: Config, pattern: str) -> tuple[int, int]:
+    """The same summed over all attentions whose names match, such as "decoder.*.cross"."""
+    both = [heads_at(c, place) for place in fnmatch.filter(c.attentions, pattern)]
+    return sum(heads for heads, _ in both), sum(kv_heads for _, kv_heads in both)
+
+
+def _attentions(c: Config) -> int:
+    """q, k, v and the output of them all."""
+    heads, kv_heads = count_heads(c, "*")
+    biases = {"q": heads * c.d_head, "k": kv_heads * c.d_head, "v": kv_heads * c.d_head}
+    biases["o"] = len(c.attentions) * c.d_model
+    return 2 * c.d_model * (heads + kv_heads) * c.d_head + sum(biases[letter] for letter in c.attention_bias)
 
 
 def _feedforward(c: Config) -> int:

@@ -160,7 +160,7 @@ def _encode(
         texts = [text.lower() for text in texts]
 
     def encode(texts: list[str]) -> list[list[int]]:
-        return tokenizer._encode_all(texts, special, target, limit if cut else None, "right")  # pyright: ignore[reportPrivateUsage]
+        return tokenizer.encode_all(texts, special, target, limit if cut else None, "right")
 
     # Ten million characters as one text need gigabytes, and their beginning shows that they are too long.
     enough = None if limit is None else max(PIECE, 64 * limit)

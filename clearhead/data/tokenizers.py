@@ -54,7 +54,7 @@ class Tokenizer:
 
         `target` matters only to models whose target language has pieces of its own (see PairTokenizer).
         """
-        return self._encode_all([text], special, target)[0]
+        return self.encode_all([text], special, target)[0]
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """Text of `ids`; special tokens are left out unless `special`."""
@@ -76,7 +76,7 @@ class Tokenizer:
         for name, value in (("side", side), ("truncate", truncate or "right")):
             if value not in ("left", "right"):
                 raise InputError(f"{name}={value!r} is no end of a text; {did_you_mean(value, ('left', 'right'))}")
-        rows = self._encode_all(texts, special, target, max_len, truncate)
+        rows = self.encode_all(texts, special, target, max_len, truncate)
         width = max((len(row) for row in rows), default=0)
         # Where there is no pad token any id does, since the mask hides it; 0 is in every vocabulary.
         tokens = torch.full((len(rows), width), self.pad or 0, dtype=torch.long)
@@ -135,14 +135,15 @@ class Tokenizer:
         ids = {role: getattr(self, role) for role in ROLES}
         return {f"{role}_token": None if id is None else self.token(id) for role, id in ids.items()}
 
-    def _encode_all(
+    def encode_all(
         self,
         texts: Iterable[str],
-        special: bool,
-        target: bool,
+        special: bool = True,
+        target: bool = False,
         max_len: int | None = None,
         truncate: Side | None = None,
     ) -> list[list[int]]:
+        """Ids of each text, as `batch` has them, without padding."""
         if isinstance(texts, str):
             raise InputError(f"texts is one str, {texts!r:.60}; pass a list of texts")
         texts = list(texts)

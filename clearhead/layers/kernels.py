@@ -63,6 +63,8 @@ def attend(
     T, S = q.shape[2], k.shape[2]
     check_fit(q, k, v, mask)
     mask = mask.simplify(T, S)
+    if goes_by_spans(mask, bias, q, kernel, dropout) and k.shape[1] == q.shape[1]:
+        return _by_spans(q, k, v, mask, scale)
     match choose_kernel(kernel, mask, S, q.device, dropout):
         case "explicit":
             return _explicit(q, k, v, mask, bias, scale, dropout)
@@ -150,6 +152,8 @@ def settle(
     if mask.keys is not None and mask.keys.shape[1] != S:
         return settle(mask, bias, T=T, S=mask.keys.shape[1], like=like, kernel=kernel, dropout=dropout)
     mask = mask.simplify(T, S)
+    if goes_by_spans(mask, bias, like, kernel, dropout):
+        return mask, bias
     chosen = choose_kernel(kernel, mask, S, device, dropout)
     if chosen == "flex":
         return replace(mask, blocks=block_mask(mask, T, S, device)), bias
@@ -167,6 +171,37 @@ def reads_blocks(mask: Mask, bias: Bias | None, T: int, like: Tensor, kernel: st
     if like.is_cuda:
         return has_triton()
     return like.device.type == "cpu" and like.dtype == torch.float32 and native.is_there()
+
+
+def goes_by_spans(mask: Mask, bias: Bias | None, like: Tensor, kernel: str, dropout: float) -> bool:
+    """Whether texts packed into a row are attended to one by one, which torch has a kernel for on CUDA GPUs in 16 bits."""
+    return (
+        mask.spans is not None
+        and like.is_cuda
+        and autocast_type(like) in (torch.bfloat16, torch.float16)
+        and kernel in ("auto", "fused")
+        and bias is None
+        and not dropout
+        and not (mask.causal or mask.window or mask.keys is not None)
+    )
+
+
+def autocast_type(x: Tensor) -> torch.dtype:
+    """What x becomes in a product."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _by_spans(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    spans = mask.spans
+    assert spans is not None
+    usual = 1 / math.sqrt(q.shape[-1])  # what it multiplies with itself
+    q, k, v = (x[0].transpose(0, 1) for x in (q if scale == usual else q * (scale / usual), k, v))
+    out = varlen_attn(q, k, v, spans.starts, spans.starts, spans.longest, spans.longest)
+    assert isinstance(out, Tensor)
+    return out.transpose(0, 1)[None]
 
 
 def _paged(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:

@@ -8,9 +8,11 @@ what it needs, so nobody holds a T x T tensor for a causal model. Combine masks 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -30,6 +32,14 @@ class Pages:
 
 
 @dataclass(frozen=True, eq=False)
+class Spans:
+    """Where each of several texts starts in the one row that holds them all, and where the last one ends."""
+
+    starts: Int[Tensor, " n"]
+    longest: int  # tokens of the longest text
+
+
+@dataclass(frozen=True, eq=False)
 class Mask:
     """Everything a kernel must know about T queries looking at S keys.
 
@@ -46,6 +56,7 @@ class Mask:
     dense: Bool[Tensor, "_ 1 _ S"] | None = None  # all of `allowed`, once `settle` has written it out
     blocks: BlockMask | None = None  # the same for the flex kernel
     pages: Pages | None = None  # where the keys are, when they are in a pool's blocks
+    spans: Spans | None = None  # the same as `documents`, for a kernel that goes from text to text
 
     def __and__(self, other: Mask) -> Mask:
         """Both must allow. Where each says where the keys stand, a key absent in one is absent."""
@@ -61,6 +72,7 @@ class Mask:
             window=min(self.window, other.window) or max(self.window, other.window),
             keys=keys,
             documents=self.documents + other.documents,
+            spans=self.spans if not other.documents else other.spans if not self.documents else None,
         )
 
     @property
@@ -160,6 +172,20 @@ def documents(ids: Int[Tensor, "B S"]) -> Mask:
             f"give each token its document's number"
         )
     return Mask(documents=(ids,))
+
+
+def packed(lengths: Sequence[int], device: torch.device | str = "cpu") -> tuple[Mask, Int[Tensor, " T"]]:
+    """Texts of these lengths one after the other in one row, without padding: what each token sees, and where it stands."""
+    if not lengths or min(lengths) < 1:
+        raise InputError(f"each text has one token at least; got lengths {list(lengths)[:8]}; leave empty ones out")
+    sizes = torch.tensor(lengths)
+    starts = F.pad(sizes.cumsum(0), (1, 0))
+    ids = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    positions = torch.arange(int(starts[-1])) - starts[ids]
+    spans = Spans(starts.to(device, torch.int32, non_blocking=True), max(lengths))
+    return replace(documents(ids[None].to(device, non_blocking=True)), spans=spans), positions.to(
+        device, non_blocking=True
+    )
 
 
 def positions_of(real: Bool[Tensor, "B S"]) -> Int[Tensor, "B S"]:

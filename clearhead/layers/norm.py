@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ def make_norm(kind: str, width: int, *, eps: float = 1e-5, bias: bool = True) ->
     """ "layer": (x - mean) / std * w + b (Ba et al. 2016). "rms": x / rms * w, no mean, no bias (Zhang & Sennrich 2019)."""
     match kind:
         case "layer":
-            return nn.LayerNorm(width, eps=eps, bias=bias)
+            return LayerNorm(width, eps=eps, bias=bias)
         case "rms":
             return RMSNorm(width, eps=eps)
         case "none":
@@ -22,8 +23,22 @@ def make_norm(kind: str, width: int, *, eps: float = 1e-5, bias: bool = True) ->
             raise ConfigError(f"norm={kind!r} is not known; {did_you_mean(kind, ['layer', 'rms', 'none'])}")
 
 
+class LayerNorm(nn.LayerNorm):
+    """torch's, which gives what it gets: autocast would widen a narrow stream. Inside, the kernel counts in float32 anyway."""
+
+    def forward(self, input: Float[Tensor, "*_ d"]) -> Float[Tensor, "*_ d"]:
+        if input.dtype == self.weight.dtype:
+            return super().forward(input)
+        bias = self.bias.to(input.dtype) if isinstance(self.bias, Tensor) else None  # pyright: ignore[reportUnnecessaryIsInstance]
+        with torch.autocast(input.device.type, enabled=False):
+            return F.layer_norm(input, self.normalized_shape, self.weight.to(input.dtype), bias, self.eps)
+
+
 class RMSNorm(nn.RMSNorm):
     """torch's, with the weight in the input's type: under autocast they differ, and torch then leaves its fused kernel."""
 
     def forward(self, x: Float[Tensor, "*_ d"]) -> Float[Tensor, "*_ d"]:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        if x.dtype == self.weight.dtype:
+            return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)

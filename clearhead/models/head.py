@@ -6,7 +6,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from clearhead.config import Config
@@ -49,5 +49,16 @@ class Pool(nn.Module):
             pooled = (states if real is None else states.masked_fill(~real[..., None], -math.inf)).amax(1)
         else:  # the first real state, wherever the padding is
             pooled = states[:, 0] if real is None else states[rows, real.int().argmax(1)]
+        return self.finish(pooled)
+
+    def packed(self, states: Float[Tensor, "T D"], starts: Int[Tensor, " n"]) -> Float[Tensor, "_ D"]:
+        """The same for texts one after the other, from where each starts; the last of `starts` is the end."""
+        if self.kind == "first":
+            return self.finish(states[starts[:-1]])
+        reduce = "mean" if self.kind == "mean" else "max"
+        wide = states.float()  # sums in more than 8 bits
+        return self.finish(torch.segment_reduce(wide, reduce, offsets=starts.long(), axis=0).to(states))
+
+    def finish(self, pooled: Float[Tensor, "B D"]) -> Float[Tensor, "B D"]:
         pooled = pooled if self.dense is None else torch.tanh(self.dense(pooled))
         return F.normalize(pooled, dim=-1) if self.normed else pooled

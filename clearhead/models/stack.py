@@ -60,6 +60,7 @@ class Stack(nn.Module):
             for i in range(n_layers)
         )
         self.norm = norm() if config.norm_first else nn.Identity()
+        self.stream: torch.dtype | None = None  # under autocast, what blocks hand on; None: what the embedding gives
 
     def run(
         self,
@@ -76,9 +77,11 @@ class Stack(nn.Module):
         if checkpointing and cache is not None:
             raise InputError("checkpointing is for training and a cache for generating; got both; leave one out")
         T = x.shape[1]
-        stands, mask = self._place(x, mask, cache)
+        stands, mask = self._place(x, mask, cache, given=positions is not None)
         at = stands.clamp(min=0) if positions is None else self._check_positions(positions, x)
         x = F.dropout(self.embedding_norm(self.positions.enter(x, at)), self.config.dropout, self.training)
+        if self.stream is not None and torch.is_autocast_enabled(x.device.type):
+            x = x.to(self.stream)
         mask, bias = settle(
             *(mask, self.positions.bias),
             T=T,
@@ -109,17 +112,21 @@ class Stack(nn.Module):
         shape = tuple(x.shape[:2]) if positions.ndim == 2 else (x.shape[1],)
         return check_ids(positions, shape, self.positions.max_len or 2**31, "positions", "max_len")
 
-    def _place(self, x: Tensor, mask: Padding, cache: AnyCache | None) -> tuple[Int[Tensor, "*B T"], Mask]:
-        """Where each token stands (padding counts for nothing), and what it may look at."""
+    def _place(
+        self, x: Tensor, mask: Padding, cache: AnyCache | None, *, given: bool
+    ) -> tuple[Int[Tensor, "*B T"], Mask]:
+        """Where each token stands (padding counts for nothing), and what it may look at. Positions that are given may start
+        anew, so that a row may be longer than any position."""
         B, T = x.shape[:2]
         if isinstance(mask, Tensor):
             check_padding(mask, (B, T), whole=cache is None)
         if cache is None:
-            given = padding(mask) if isinstance(mask, Tensor) else check_mask(mask)
-            given.check(B, T, T)
-            check_length(T, self.positions)
-            stands = torch.arange(T, device=x.device) if given.keys is None else given.keys
-            return stands, given & Mask(causal=self.causal, window=self.config.window)
+            told = padding(mask) if isinstance(mask, Tensor) else check_mask(mask)
+            told.check(B, T, T)
+            if not given:
+                check_length(T, self.positions)
+            stands = torch.arange(T, device=x.device) if told.keys is None else told.keys
+            return stands, told & Mask(causal=self.causal, window=self.config.window)
         if isinstance(mask, Mask):
             raise InputError(
                 "with a cache, mask is a boolean tensor (True = a real token); got a Mask; pass the padding alone"

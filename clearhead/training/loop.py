@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from clearhead.checkpoint import save
 from clearhead.errors import ConfigError
+from clearhead.models.stack import Stack
 from clearhead.training.checkpoints import Checkpoints, State
 from clearhead.training.evaluation import evaluate, is_better
 from clearhead.training.folder import check_resumable, check_space, open_folder, read_run, settle, write_text
@@ -77,6 +78,7 @@ def train(
         objective = Objective(model, task)
         called = spread(objective, processes, t.parallel)
         autocast = make_autocast(t, processes.device)
+        narrow(model, t, autocast)
         record = t.record and not t.compile and processes.device.type == "cuda" and processes.world == 1
         task.rounding = ROUNDING if record else task.rounding
         passes = Passes(torch.compile(called) if t.compile else called, autocast, record=record)
@@ -185,6 +187,17 @@ def make_autocast(t: Train, device: torch.device) -> AbstractContextManager[Any]
         t.precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported()
     )
     return torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
+
+
+def narrow(model: nn.Module, t: Train, autocast: AbstractContextManager[Any]) -> None:
+    """Let blocks hand on bfloat16, where products are bfloat16 too."""
+    if t.stream == "bfloat16":
+        if not isinstance(autocast, torch.autocast):
+            raise ConfigError(
+                "train.stream=bfloat16 needs products in bfloat16; got float32; set train.precision=bfloat16"
+            )
+        for stack in (module for module in model.modules() if isinstance(module, Stack)):
+            stack.stream = torch.bfloat16
 
 
 def is_due(step: int, every: int, t: Train) -> bool:

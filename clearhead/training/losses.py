@@ -7,6 +7,7 @@ The number of products is the same as for the plain loss: nothing is computed tw
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 IGNORED = -100  # a target that is not to be predicted
-CHUNK_ELEMENTS = 2**26  # logits held at a time
+CHUNK_ELEMENTS = {"cpu": 2**26, "cuda": 2**28}  # logits held at a time; each chunk adds to the weight's whole gradient
 
 
 def cross_entropy(
@@ -32,7 +33,7 @@ def cross_entropy(
     With `smoothing` e, what to minimise is (1 - e) times that sum plus e times the mean over the vocabulary (section 5.4 of
     the paper); the first value stays the plain one. Gradients flow from the second only. Targets of IGNORED do not count.
     """
-    rows = chunk or max(1, CHUNK_ELEMENTS // weight.shape[0])
+    rows = chunk or even_rows(targets.numel(), weight.shape[0], x.device.type)
     # Asked here, since inside the function gradients are off and compilers differ in what they tell.
     wanted = tuple(torch.is_grad_enabled() and y is not None and y.requires_grad for y in (x, weight, bias))
     if not any(wanted):
@@ -44,6 +45,12 @@ def cross_entropy(
     asked = x.flatten(0, -2), weight, bias, targets.flatten(), smoothing, rows, wanted
     goal, correct, *plain = _CrossEntropy.apply(*asked)  # type: ignore[misc]
     return (plain[0] if smoothing else goal.detach()), goal, correct
+
+
+def even_rows(n: int, vocab_size: int, device: str) -> int:
+    """How many rows a chunk has: as few chunks as may be, of one size."""
+    most = max(1, CHUNK_ELEMENTS.get(device, 2**26) // vocab_size)
+    return max(1, math.ceil(n / math.ceil(n / most))) if n else 1
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -59,6 +66,12 @@ class _CrossEntropy(torch.autograd.Function):
         wanted: tuple[bool, bool, bool],
     ) -> tuple[Tensor, ...]:
         exact = torch.promote_types(x.dtype, torch.float32)
+        V = len(weight)
+        if (
+            x.is_cuda and V % 8
+        ):  # rows of logits that start at odd places cost several times as much (GPT-2's 50,257 words)
+            weight = F.pad(weight, (0, 0, 0, -V % 64))
+            bias = None if bias is None else F.pad(bias, (0, -V % 64))
         totals: list[Tensor] = []
         grads_x: list[Tensor] = []
         grad_weight: Tensor | None = None
@@ -67,17 +80,17 @@ class _CrossEntropy(torch.autograd.Function):
         for start in range(0, max(len(x), 1), rows):
             part, target = x[start : start + rows], targets[start : start + rows]
             logits = F.linear(part, weight, bias)
-            *losses, log_sum = chunk_losses(logits, target, smoothing)
+            *losses, log_sum = chunk_losses(logits[:, :V], target, smoothing)
             totals = losses if not totals else [total + loss for total, loss in zip(totals, losses, strict=True)]
             if any(wanted):
-                grad = chunk_gradient(logits, target, smoothing, log_sum)
+                grad = chunk_gradient(logits, target, smoothing, log_sum, V)
                 if wanted[0]:
                     grads_x.append(grad @ weight)
                 if wanted[1]:  # sums over chunks keep their precision
-                    of_chunk = (grad.T @ part).to(exact)
+                    of_chunk = (grad.T @ part)[:V].to(exact)
                     grad_weight = of_chunk if grad_weight is None else grad_weight + of_chunk
                 if bias is not None and wanted[2]:
-                    of_chunk = grad.sum(0, dtype=exact)
+                    of_chunk = grad[:, :V].sum(0, dtype=exact)
                     grad_bias = of_chunk if grad_bias is None else grad_bias + of_chunk
         grad_x = None if not wanted[0] else grads_x[0] if len(grads_x) == 1 else torch.cat(grads_x)
         plain, smoothed, correct = totals
@@ -116,13 +129,20 @@ def chunk_losses(
 
 
 def chunk_gradient(
-    logits: Float[Tensor, "n V"], targets: Int[Tensor, "n"], smoothing: float, log_sum: Float[Tensor, "n"]
-) -> Float[Tensor, "n V"]:
-    """d smoothed / d logits = softmax - (1 - e) onehot(target) - e / V, in the logits' type."""
+    logits: Float[Tensor, "n W"], targets: Int[Tensor, "n"], smoothing: float, log_sum: Float[Tensor, "n"], V: int
+) -> Float[Tensor, "n W"]:
+    """d smoothed / d logits = softmax - (1 - e) onehot(target) - e / V, in the logits' type; zero for columns past V."""
     real: Bool[Tensor, "n 1"] = (targets != IGNORED)[:, None]
     grad = torch.exp(logits.to(log_sum.dtype) - log_sum[:, None])
     if smoothing:
-        grad = grad - smoothing / logits.shape[-1]
+        grad = grad - smoothing / V
+    if (
+        torch.compiler.is_compiling()
+    ):  # all of it becomes one pass over the logits; scattering would write them out wide
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        grad = grad - (1 - smoothing) * (columns == targets[:, None])
+        return torch.where(real & (columns < V), grad, 0.0).to(logits.dtype)
     hit = torch.full_like(targets, -1, dtype=grad.dtype) * (1 - smoothing)
-    grad = grad.scatter_add(1, targets.clamp(min=0)[:, None], hit[:, None])
-    return grad.masked_fill(~real, 0.0).to(logits.dtype)
+    grad = grad.scatter_add_(1, targets.clamp(min=0)[:, None], hit[:, None]).masked_fill_(~real, 0.0)
+    grad[:, V:] = 0
+    return grad.to(logits.dtype)

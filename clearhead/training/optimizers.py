@@ -31,6 +31,7 @@ class Optimizers:
         matrices, decayed, plain = sort_parameters(model, muon=train.optimizer == "muon")
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         self.all: list[torch.optim.Optimizer] = []
+        self.record = record
         groups = [
             dict(params=decayed, weight_decay=train.weight_decay, highest=lr),
             dict(params=plain, weight_decay=0.0, highest=lr),
@@ -89,9 +90,9 @@ class Optimizers:
             optimizer.step()
 
     def zero_grad(self) -> None:
-        """Gradients stay where they are, at zero: a recorded pass adds to that memory."""
+        """Recorded, gradients stay where they are, at zero: the pass adds to that memory."""
         for optimizer in self.all:
-            optimizer.zero_grad(set_to_none=False)
+            optimizer.zero_grad(set_to_none=not self.record)
 
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self._each()]

@@ -88,6 +88,9 @@ class Train:
     lora_rank: int = 0  # 0: all weights learn; n: only additions of rank n to the matrices of the blocks
     lora_alpha: float = 16.0
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 products on a GPU that has them
+    stream: Literal["float32", "bfloat16"] = (
+        "float32"  # what blocks hand on, where products are bfloat16; less memory, less exact
+    )
     compile: bool = False
     record: bool = True  # on a GPU, where batches have one shape: replay the step as a CUDA graph
     checkpointing: bool = False  # less memory, a third more time

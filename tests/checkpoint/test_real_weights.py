@@ -88,7 +88,7 @@ def test_minilm(tmp_path: Path) -> None:
         "Shares lost a fifth of their value within hours, and nobody at the exchange could say why it had happened.\n"
     )
     (tmp_path / "sentences.txt").write_text(sentences)
-    call("embed", folder, tmp_path / "sentences.txt", "--out", tmp_path / "out.npy", "--batch", "2")
+    call("embed", folder, tmp_path / "sentences.txt", "--out", tmp_path / "out.npy", "--tokens", "16")
     ours = np.load(tmp_path / "out.npy")
 
     # In float64 and step by step: in float32 both would end in the same kernels of torch, and agree to the last bit.

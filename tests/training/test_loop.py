@@ -49,6 +49,25 @@ def test_a_run_leaves_a_folder_that_everything_takes(task: str, tmp_path: Path) 
     ]
 
 
+def test_a_narrow_stream_needs_narrow_products(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train\.stream=bfloat16 needs .* set train\.precision=bfloat16"):
+        train(make_recipe("language", tmp_path, stream="bfloat16", precision="float32"), tmp_path / "x")
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_a_narrow_stream_is_handed_on(norm: str) -> None:
+    model = ch.build(ch.preset("gpt2", n_layers=2, d_model=8, n_heads=2, vocab_size=11, max_len=7, norm=norm))
+    assert isinstance(model, ch.Decoder)
+    tokens = torch.tensor([[1, 2, 3]])
+    model.stream = torch.bfloat16
+    with ch.probe(model, "blocks.*.residual") as seen, torch.autocast("cpu", torch.bfloat16):
+        model(tokens)
+    assert {seen[site].dtype for site in seen} == {torch.bfloat16}
+    with ch.probe(model, "blocks.*.residual") as seen:  # used as it is, a trained model is itself again
+        model(tokens)
+    assert {seen[site].dtype for site in seen} == {torch.float32}
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_a_run_learns(task: str, tmp_path: Path) -> None:
     recipe = make_recipe(

@@ -55,7 +55,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CHANGES: dict[str, dict[str, Any]] = {
     "adamw": dict(optimizer="adamw", accumulate=3, label_smoothing=0.1, clip=0.0, schedule="noam", lr=0.0),
     "muon": dict(optimizer="muon", checkpointing=True, schedule="wsd"),
-    "mean": dict(precision="bfloat16", average=2, checkpoint_every=3),  # of checkpoints, without those of the stops
+    "mean": dict(
+        precision="bfloat16", stream="bfloat16", average=2, checkpoint_every=3
+    ),  # of checkpoints, without those of the stops
     "rows": dict(log_every=4, evaluate_every=5, accumulate=2),  # of metrics, each of several steps
 }
 
