@@ -24,6 +24,7 @@ using i64 = int64_t;
 
 constexpr i64 AHEAD = 4096;   // bytes that are asked for before they are needed
 constexpr i64 PIECE = 32768;  // bytes of a weight that a thread takes at a time
+constexpr i64 TILE = 16;      // columns that lie side by side
 
 // One register of numbers, as wide as the machine's.
 #if defined(__AVX512F__)
@@ -122,6 +123,17 @@ inline i64 share(i64 rows, i64 most) { return (rows + (rows + most - 1) / most -
 
 inline i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
 
+// `work` with a count that the compiler knows, 1 .. MOST.
+template <int MOST, class Work>
+inline void counted(i64 count, const Work& work) {
+    if constexpr (MOST > 0) {
+        if (count == MOST)
+            work(std::integral_constant<int, MOST>());
+        else
+            counted<MOST - 1>(count, work);
+    }
+}
+
 // --- threads -------------------------------------------------------------------------------------------------------------
 
 // One thing that threads do together, in pieces: taken, and done.
@@ -184,10 +196,10 @@ struct Matrix {
 // whole numbers multiply twice as fast as real ones. Sums of 128 products fit 32 bits.
 struct Input {
     const float* x;  // (rows, d)
-    int16_t* q;      // (rows, spans * span)
-    float* scales;   // (rows, spans)
-    float* sums;     // (rows, spans * span / 32): over 32 rounded numbers each, for the weights' minimums
-    i64 spans;
+    int16_t* q;      // (rows, spans, span); (spans, rows, span) for tiles
+    float* scales;   // as many as spans
+    float* sums;     // over 32 rounded numbers each, or over a span for tiles, for the weights' minimums
+    i64 rows, spans;
 };
 
 i64 room_for(i64 rows, i64 d) { return rows * (d + 128) / 32 * (32 * sizeof(int16_t) + 2 * sizeof(float)); }
@@ -195,7 +207,7 @@ i64 room_for(i64 rows, i64 d) { return rows * (d + 128) / 32 * (32 * sizeof(int1
 Input input(const float* x, void* memory, i64 rows, i64 d, i64 span) {
     const i64 spans = (d + span - 1) / span;
     float* scales = (float*)((int16_t*)memory + rows * spans * span);
-    return {x, (int16_t*)memory, scales, scales + rows * spans, spans};
+    return {x, (int16_t*)memory, scales, scales + rows * spans, rows, spans};
 }
 
 // Where results go: over what is there, or added to it.
@@ -210,6 +222,14 @@ struct Target {
         value += bias ? bias[c] : 0.f;
         to = adds ? to + value : value;
     }
+#if defined(__AVX512F__)
+    inline void put(i64 row, i64 c, __m512 values, __mmask16 some) const {
+        float* to = out + row * stride + c;
+        if (bias) values = _mm512_add_ps(values, _mm512_maskz_loadu_ps(some, bias + c));
+        if (adds) values = _mm512_add_ps(_mm512_maskz_loadu_ps(some, to), values);
+        _mm512_mask_storeu_ps(to, some, values);
+    }
+#endif
 };
 
 struct Float {
@@ -248,29 +268,10 @@ inline float half_to_float(uint16_t half) {
     return value * 0x1p112f;
 }
 
-// Registers of whole numbers and of sums, and how many weights int4 unpacks at a time: 4 registers' full.
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-#define FAST 1
-using Int = __m512i;
-using Sum = __m512;
-constexpr int SPAN = 128, QROWS = 4, QCOLUMNS = 4;
-inline Int multiply(Int sums, Int a, Int b) { return _mm512_dpwssd_epi32(sums, a, b); }
-inline Int load_whole(const int16_t* from) { return _mm512_loadu_si512(from); }
-inline Sum add(Sum sums, Int products, Sum scale) { return _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), scale, sums); }
-inline Sum times(Sum a, float b) { return _mm512_mul_ps(a, _mm512_set1_ps(b)); }
-inline float all_of(Sum sums) { return sum((Wide)sums); }
-#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-#define FAST 1
-using Int = __m256i;
-using Sum = __m256;
-constexpr int SPAN = 64, QROWS = 4, QCOLUMNS = 2;
-inline Int multiply(Int sums, Int a, Int b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
-inline Int load_whole(const int16_t* from) { return _mm256_loadu_si256((const Int*)from); }
-inline Sum add(Sum sums, Int products, Sum scale) { return _mm256_fmadd_ps(_mm256_cvtepi32_ps(products), scale, sums); }
-inline Sum times(Sum a, float b) { return _mm256_mul_ps(a, _mm256_set1_ps(b)); }
-inline float all_of(Sum sums) { return total(sums); }
+#define TILES 1
 #else
-constexpr int SPAN = 64, QROWS = 4, QCOLUMNS = 2;
+#define TILES 0
 #endif
 
 // What can be read of a row's last span is copied where more can.
@@ -278,6 +279,142 @@ template <class T, int N>
 inline const T* whole(T (&room)[N], const T* from, i64 there) {
     return there >= N ? from : (const T*)memcpy(memset(room, 0, sizeof room), from, sizeof(T) * there);
 }
+
+#if TILES
+// 16 columns at a time, 4 bytes of each side by side: a load meets 4 inputs, which are the same for all columns, and nothing is
+// summed across. Bytes multiply whole numbers of 8 bits, so an input is two of them: 256 high + low. The last tile is as wide as
+// there are columns left.
+struct Int8 {
+    static constexpr int SPAN = 64, LOADS = 16;
+    const int8_t* q;         // (tiles, d / 4, 16, 4)
+    const uint16_t* scales;  // (tiles, d / 64, 16), float16
+    i64 n, d;
+
+    inline i64 loads() const { return (d + 3) / 4; }  // of a tile
+
+    // What 16 inputs are sorted by, before each 4 of them meet a load.
+    static inline __m512i sort(__m512i x) { return x; }
+    static inline int start(float sum) { return -128 * (int)sum; }
+
+    template <int R>
+    static inline void gather(__m512i bytes, const int8_t* x, __m512i high[R], __m512i low[R]) {
+        const __m512i weights = _mm512_xor_si512(bytes, _mm512_set1_epi8(-128));  // 128 more: 1 .. 255
+        for (int r = 0; r < R; r++) add_products(weights, x + r * 2 * SPAN, high[r], low[r]);
+    }
+    static inline void add_products(__m512i weights, const int8_t* x, __m512i& high, __m512i& low) {
+        int32_t digits[2];
+        memcpy(digits, x, sizeof digits);
+        high = _mm512_dpbusd_epi32(high, weights, _mm512_set1_epi32(digits[0]));
+        low = _mm512_dpbusd_epi32(low, weights, _mm512_set1_epi32(digits[1]));
+    }
+    inline __m512 least(i64, __mmask16) const { return _mm512_setzero_ps(); }
+};
+
+struct Int4 {
+    static constexpr int SPAN = 32, LOADS = 4;
+    const uint8_t* q;        // (tiles, d / 8, 16, 4): the even neighbour low, the odd one high
+    const uint16_t* scales;  // (tiles, d / 32, 16), float16
+    const uint16_t* mins;
+    i64 n, d;
+
+    inline i64 loads() const { return d / 8; }
+    static inline __m512i sort(__m512i x) {
+        return _mm512_permutexvar_epi32(_mm512_set_epi32(15, 13, 11, 9, 14, 12, 10, 8, 7, 5, 3, 1, 6, 4, 2, 0), x);
+    }
+    static inline int start(float) { return 0; }
+
+    template <int R>
+    static inline void gather(__m512i bytes, const int8_t* x, __m512i high[R], __m512i low[R]) {
+        const __m512i mask = _mm512_set1_epi8(15);
+        const __m512i even = _mm512_and_si512(bytes, mask), odd = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), mask);
+        for (int r = 0; r < R; r++) {
+            Int8::add_products(even, x + r * 2 * SPAN, high[r], low[r]);
+            Int8::add_products(odd, x + r * 2 * SPAN + 8, high[r], low[r]);
+        }
+    }
+    inline __m512 least(i64 at, __mmask16 there) const { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(there, mins + at)); }
+};
+
+template <class Weights>
+void round_row(const Input& in, i64 row, i64 d) {
+    constexpr int SPAN = Weights::SPAN;
+    for (i64 span = 0; span < in.spans; span++) {
+        const i64 at = span * in.rows + row, first = span * SPAN;
+        float room[SPAN];
+        const float* x = whole(room, in.x + row * d + first, d - first);
+        __m512 size = _mm512_setzero_ps(), wrong = size;
+        for (int i = 0; i < SPAN; i += 16) {
+            const __m512 some = _mm512_loadu_ps(x + i);
+            size = _mm512_max_ps(_mm512_abs_ps(some), size);
+            wrong = _mm512_fmadd_ps(some, _mm512_setzero_ps(), wrong);  // NaN and infinity must come out again
+        }
+        const float largest = _mm512_reduce_max_ps(size), limit = 127 * 256;
+        const __m512 inverse = _mm512_set1_ps(largest > 0 && largest < 1e38f ? limit / largest : 0);
+        in.scales[at] = largest / limit + sum((Wide)wrong);
+        int8_t* to = (int8_t*)(in.q + at * SPAN);
+        __m512i total = _mm512_setzero_si512();
+        for (int i = 0; i < SPAN; i += 16, to += 32) {
+            const __m512i near = Weights::sort(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i), inverse)));
+            total = _mm512_add_epi32(total, near);
+            const __m128i low = _mm512_cvtepi32_epi8(near);
+            const __m128i high = _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(near, _mm512_set1_epi32(128)), 8));
+            _mm_storeu_si128((__m128i*)to, _mm_unpacklo_epi32(high, low));
+            _mm_storeu_si128((__m128i*)to + 1, _mm_unpackhi_epi32(high, low));
+        }
+        in.sums[at] = (float)_mm512_reduce_add_epi32(total);
+    }
+}
+
+// One tile for R rows, into its columns from .. to - 1.
+template <int R, class Weights>
+void tile(const Weights& w, const Input& in, i64 row, i64 t, i64 from, i64 to, const Target& target) {
+    __m512 sums[R];
+    for (int r = 0; r < R; r++) sums[r] = _mm512_setzero_ps();
+    const i64 loads = w.loads(), c = t * TILE, width = smaller(TILE, w.n - c);
+    const __mmask16 there = (__mmask16)(0xffff >> (TILE - width));
+    auto* q = w.q + c * loads * 4;
+    for (i64 span = 0; span < in.spans; span++) {
+        __m512i high[R], low[R];
+        const i64 at = span * in.rows + row;
+        const int8_t* x = (const int8_t*)(in.q + at * Weights::SPAN);
+        for (int r = 0; r < R; r++) high[r] = _mm512_setzero_si512(), low[r] = _mm512_set1_epi32(Weights::start(in.sums[at + r]));
+        const i64 here = smaller(Weights::LOADS, loads - span * Weights::LOADS);
+        for (i64 i = 0; i < here; i++, q += width * 4, x += Weights::SPAN * 2 / Weights::LOADS) {
+            if (row == 0) __builtin_prefetch(q + AHEAD);
+            Weights::template gather<R>(_mm512_maskz_loadu_epi32(there, q), x, high, low);
+        }
+        const i64 place = c * in.spans + span * width;
+        const __m512 scale = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(there, w.scales + place)), least = w.least(place, there);
+        for (int r = 0; r < R; r++) {
+            __m512 value = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high[r], 8), low[r]));
+            value = _mm512_fmadd_ps(value, scale, _mm512_mul_ps(least, _mm512_set1_ps(in.sums[at + r])));
+            sums[r] = _mm512_fmadd_ps(value, _mm512_set1_ps(in.scales[at + r]), sums[r]);
+        }
+    }
+    const __mmask16 some = (__mmask16)(0xffff << std::max<i64>(from - c, 0) & 0xffff >> std::max<i64>(c + TILE - to, 0));
+    for (int r = 0; r < R; r++) target.put(row + r, c, sums[r], some);
+}
+
+template <class Weights>
+void tiles(const Weights& w, const Input& in, i64 rows, i64 from, i64 to, const Target& target) {
+    const i64 most = share(rows, 8);
+    for (i64 t = from / TILE; t * TILE < to; t++)
+        for (i64 row = 0; row < rows; row += most)
+            counted<8>(smaller(rows - row, most), [&](auto count) { tile<decltype(count)::value>(w, in, row, t, from, to, target); });
+}
+
+#else
+// Registers of whole numbers and of sums, and how many weights int4 unpacks at a time: 4 registers' full.
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define FAST 1
+using Int = __m256i;
+using Sum = __m256;
+inline Int multiply(Int sums, Int a, Int b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
+inline Int load_whole(const int16_t* from) { return _mm256_loadu_si256((const Int*)from); }
+inline Sum add(Sum sums, Int products, Sum scale) { return _mm256_fmadd_ps(_mm256_cvtepi32_ps(products), scale, sums); }
+inline Sum times(Sum a, float b) { return _mm256_mul_ps(a, _mm256_set1_ps(b)); }
+#endif
+constexpr int SPAN = 64, QROWS = 4, QCOLUMNS = 2;
 
 // The weights of one column over one span, unpacked to 16 bits, and what their sums are multiplied with.
 struct Int8 {
@@ -298,13 +435,8 @@ struct Int8 {
         if (LAST) from = whole(room, from, d - span * SPAN);
         else __builtin_prefetch(from + AHEAD);
         const __m128i half = _mm_set1_epi16((short)scales[c * ((d + SPAN - 1) / SPAN) + span]);
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-        for (int i = 0; i < PARTS; i++) w[i] = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from + i));
-        scale = _mm512_broadcastss_ps(_mm_cvtph_ps(half));
-#else
         for (int i = 0; i < PARTS; i++) w[i] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from + i));
         scale = _mm256_cvtph_ps(half);
-#endif
     }
 #endif
     inline void unpack_slowly(i64 c, i64 span, int16_t w[SPAN], float scale[SPAN / 32]) const {
@@ -338,15 +470,6 @@ struct Int4 {
         } else
             __builtin_prefetch(from + AHEAD);
         // 16 bytes, a quarter or half of the register, are 32 weights: they have a scale of their own
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-        const Int words = _mm512_loadu_si512(from), low = _mm512_set1_epi16(15);
-        w[0] = _mm512_and_si512(words, low);
-        w[1] = _mm512_and_si512(_mm512_srli_epi16(words, 4), low);
-        w[2] = _mm512_and_si512(_mm512_srli_epi16(words, 8), low);
-        w[3] = _mm512_srli_epi16(words, 12);
-        const Int each = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
-        scale = _mm512_permutexvar_ps(each, _mm512_castps128_ps512(_mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)s))));
-#else
         const Int words = _mm256_loadu_si256((const Int*)from), low = _mm256_set1_epi16(15);
         w[0] = _mm256_and_si256(words, low);
         w[1] = _mm256_and_si256(_mm256_srli_epi16(words, 4), low);
@@ -356,7 +479,6 @@ struct Int4 {
         memcpy(&pair, s, sizeof pair);
         const Int each = _mm256_set_epi32(1, 1, 1, 1, 0, 0, 0, 0);
         scale = _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_cvtph_ps(_mm_cvtsi32_si128((int)pair))), each);
-#endif
     }
 #else
     static constexpr int place(int i) { return i; }
@@ -450,7 +572,7 @@ inline void dots(const Weights& w, const Input& in, i64 row, i64 c0, float resul
     for (i64 span = 0; span < whole; span++) gather<C, R, false>(w, in, row, c0, span, sums);
     if (whole < in.spans) gather<C, R, true>(w, in, row, c0, whole, sums);
     for (int c = 0; c < C; c++)
-        for (int r = 0; r < R; r++) results[c][r] = all_of(sums[c][r]);
+        for (int r = 0; r < R; r++) results[c][r] = total(sums[c][r]);
 #else
     memset(results, 0, sizeof(float) * C * R);
     for (i64 span = 0; span < in.spans; span++)
@@ -472,28 +594,20 @@ inline void dots(const Weights& w, const Input& in, i64 row, i64 c0, float resul
         for (int r = 0; r < R; r++) results[c][r] += w.rest(c0 + c, in.sums + (row + r) * in.spans * (Weights::SPAN / 32));
 }
 
+#endif
+
+// Some columns for all rows, a few at a time: what lies row after row.
 template <int C, class Weights>
 inline void columns(const Weights& w, const Input& in, i64 rows, i64 c, const Target& target) {
     const i64 most = share(rows, Weights::MOST);
-    for (i64 row = 0; row < rows; row += most) {
-        const auto some = [&](auto count) {
+    for (i64 row = 0; row < rows; row += most)
+        counted<Weights::MOST>(smaller(rows - row, most), [&](auto count) {
             constexpr int R = decltype(count)::value;
-            if constexpr (R <= Weights::MOST) {
-                float results[C][R];
-                dots<C, R>(w, in, row, c, results);
-                for (int r = 0; r < R; r++)
-                    for (int i = 0; i < C; i++) target.put(row + r, c + i, results[i][r]);
-            }
-        };
-        switch (smaller(rows - row, most)) {
-            case 1: some(std::integral_constant<int, 1>()); break;
-            case 2: some(std::integral_constant<int, 2>()); break;
-            case 3: some(std::integral_constant<int, 3>()); break;
-            case 4: some(std::integral_constant<int, 4>()); break;
-            case 5: some(std::integral_constant<int, 5>()); break;
-            case 6: some(std::integral_constant<int, 6>()); break;
-        }
-    }
+            float results[C][R];
+            dots<C, R>(w, in, row, c, results);
+            for (int r = 0; r < R; r++)
+                for (int i = 0; i < C; i++) target.put(row + r, c + i, results[i][r]);
+        });
 }
 
 // Columns from .. to - 1. A single row reads the weights in the order they lie in.
@@ -506,14 +620,19 @@ inline void columns(const Weights& w, const Input& in, i64 rows, i64 from, i64 t
 
 inline void columns(const Matrix& m, const Input& in, i64 rows, i64 from, i64 to, const Target& target) {
     if (m.bits == 32) columns(Float{(const float*)m.q, m.d}, in, rows, from, to, target);
+#if TILES
+    if (m.bits == 8) tiles(Int8{(const int8_t*)m.q, m.scales, m.n, m.d}, in, rows, from, to, target);
+    if (m.bits == 4) tiles(Int4{(const uint8_t*)m.q, m.scales, m.mins, m.n, m.d}, in, rows, from, to, target);
+#else
     if (m.bits == 8) columns(Int8{(const int8_t*)m.q, m.scales, m.d}, in, rows, from, to, target);
     if (m.bits == 4) columns(Int4{(const uint8_t*)m.q, m.scales, m.mins, m.d}, in, rows, from, to, target);
+#endif
 }
 
 // Columns that one thread takes at a time.
 inline i64 piece(const Matrix& m, int threads) {
     const i64 fair = (m.n + threads - 1) / threads, some = PIECE * 8 / (m.d * m.bits);
-    return ((smaller(fair, some) | 3) + 1) / 4 * 4;
+    return (smaller(fair, some) + TILE) / TILE * TILE;
 }
 
 Input input(const Matrix& m, const float* x, void* memory, i64 rows) {
@@ -538,18 +657,19 @@ void product(const Matrix& m, const float* x, float* out, i64 rows, int threads)
 
 }  // namespace
 
+// Whether packed weights are to lie in tiles (quantized.py).
+extern "C" {
+extern const int has_tiles;
+const int has_tiles = TILES;
+}
+
 extern "C" void linear_f32(const float* x, const float* w, const float* bias, float* out, i64 rows, i64 n, i64 d, int threads) {
     product({w, nullptr, nullptr, bias, n, d, 32}, x, out, rows, threads);
 }
 
-extern "C" void linear_int8(const float* x, const int8_t* q, const uint16_t* scales, const float* bias, float* out, i64 rows,
-                            i64 n, i64 d, int threads) {
-    product({q, scales, nullptr, bias, n, d, 8}, x, out, rows, threads);
-}
-
-extern "C" void linear_int4(const float* x, const uint8_t* q, const uint16_t* scales, const uint16_t* mins, const float* bias,
-                            float* out, i64 rows, i64 n, i64 d, int threads) {
-    product({q, scales, mins, bias, n, d, 4}, x, out, rows, threads);
+extern "C" void linear_packed(const float* x, const void* q, const uint16_t* scales, const uint16_t* mins, const float* bias,
+                              float* out, i64 rows, i64 n, i64 d, i64 bits, int threads) {
+    product({q, scales, mins, bias, n, d, bits}, x, out, rows, threads);
 }
 
 // --- attention -----------------------------------------------------------------------------------------------------------

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int, UInt8
-from jaxtyping import Int8 as Bytes
+from jaxtyping import Float, Int
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("native.cpp")
@@ -34,8 +33,7 @@ OPENMP = ("-Xpreprocessor", "-fopenmp") if sys.platform == "darwin" else ("-fope
 POINTER, INT, FLOAT, SMALL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 SIGNATURES = {
     "linear_f32": [POINTER] * 4 + [INT] * 3 + [SMALL],
-    "linear_int8": [POINTER] * 5 + [INT] * 3 + [SMALL],
-    "linear_int4": [POINTER] * 6 + [INT] * 3 + [SMALL],
+    "linear_packed": [POINTER] * 6 + [INT] * 4 + [SMALL],
     "paged_attention": [POINTER] * 6 + [INT] * 10 + [FLOAT, INT, SMALL],
     "paged_store": [POINTER] * 6 + [INT] * 11,
     "one_token": [POINTER],
@@ -81,6 +79,12 @@ def is_there() -> bool:
     return _library()[0] is not None
 
 
+def has_tiles() -> bool:
+    """Whether the kernels of packed weights are those for tiles (quantized.py)."""
+    library, _ = _library()
+    return library is not None and bool(ctypes.c_int.in_dll(library, "has_tiles").value)
+
+
 def why_not() -> str | None:
     """What keeps the kernels from being used, or None."""
     return _library()[1]
@@ -99,33 +103,21 @@ def linear(
     return out
 
 
-def linear_int8(
-    x: Float[Tensor, "R D"], q: Bytes[Tensor, "N D"], scales: Float[Tensor, "N g"], bias: Float[Tensor, " N"] | None
-) -> Float[Tensor, "R N"]:
-    """x W^T + b in float32, with W as `quantized.Int8` holds it."""
-    (rows, d), n = x.shape, q.shape[0]
-    out = x.new_empty(rows, n)
-    _FUNCTIONS["linear_int8"](
-        *(x.data_ptr(), q.data_ptr(), scales.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
-        *(rows, n, d, torch.get_num_threads()),
-    )
-    return out
-
-
-def linear_int4(
+def linear_packed(
     x: Float[Tensor, "R D"],
-    q: UInt8[Tensor, "N half"],
-    scales: Float[Tensor, "N g"],
-    mins: Float[Tensor, "N g"],
+    q: Tensor,
+    scales: Tensor,
+    mins: Tensor | None,
     bias: Float[Tensor, " N"] | None,
+    n: int,
+    bits: int,
 ) -> Float[Tensor, "R N"]:
-    """x W^T + b in float32, with W as `quantized.Int4` holds it."""
-    (rows, d), n = x.shape, q.shape[0]
+    """x W^T + b in float32, with W of n rows as `quantized` holds it, in tiles where `has_tiles`."""
+    rows, d = x.shape
     out = x.new_empty(rows, n)
-    _FUNCTIONS["linear_int4"](
-        *(x.data_ptr(), q.data_ptr(), scales.data_ptr(), mins.data_ptr()),
-        *(None if bias is None else bias.data_ptr(), out.data_ptr()),
-        *(rows, n, d, torch.get_num_threads()),
+    _FUNCTIONS["linear_packed"](
+        *(x.data_ptr(), q.data_ptr(), scales.data_ptr(), None if mins is None else mins.data_ptr()),
+        *(None if bias is None else bias.data_ptr(), out.data_ptr(), rows, n, d, bits, torch.get_num_threads()),
     )
     return out
 

@@ -8,6 +8,9 @@ The formats, row-major, for a weight W of shape (N, D), as torch.nn.Linear holds
             scales  float16 (N, D / 32)       u[n, 2i] is the low half of byte q[n, i], u[n, 2i + 1] the high half
             mins    float16 (N, D / 32)       D is a multiple of 32
 
+On a CPU whose kernels want them so (native.py), rows lie in tiles: what 16 rows hold at one place, 4 bytes of q or one of the
+others, side by side, as if the shape were (N / 16, D / 4, 16, 4). The rows that are left, less than 16, are a tile of their own.
+
 int4 takes 5 bits a weight in all, int8 8.25. Embedding and head stay at 8 bits in both, and are one tensor where they are tied.
 """
 
@@ -27,6 +30,8 @@ from clearhead.layers.embedding import TokenEmbedding, TokenHead
 from clearhead.layers.linear import CUDA_ROWS, FusedLinear, Packed, flat, has_triton, is_bare
 
 PIECE = 2**22  # weights unpacked at a time
+TILE = 16  # rows side by side
+WIDTH = {"q": 4, "scales": 1, "mins": 1}  # of one row, at one place of a tile
 SHRINKS = (1.0, 0.9, 0.8)  # of a group's range: what is cut off at the ends makes the steps between finer
 
 Some = TypeVar("Some", bound=nn.Module)
@@ -62,18 +67,22 @@ class Quantized(Packed):
     """What both kinds share. `like` is empty: it follows the model's type and device, as the numbers must not."""
 
     kind: str
+    bits: int
     tensors: tuple[str, ...]
     like: Tensor
     q: Tensor
     scales: Tensor
     mins: Tensor
+    is_tiled: bool
 
     def __init__(self, weight: Float[Tensor, "N D"], **held: Tensor) -> None:
         super().__init__()
         self.shape = weight.shape
         self.register_buffer("like", weight.detach().new_empty(0), persistent=False)
+        self.is_tiled = _wants_tiles(weight)
+        self.widths = {name: held[name].shape[1] for name in self.tensors}
         for name in self.tensors:
-            self.register_buffer(name, held[name])
+            self.register_buffer(name, _tile(held[name], name) if self.is_tiled else held[name])
         super().train(False)
 
     @property
@@ -94,10 +103,13 @@ class Quantized(Packed):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantized:
         """Move, but never change the type of scales: model.bfloat16() means the results'."""
         self.like = fn(self.like)
+        tiled = _wants_tiles(self.like)
         for name in self.tensors:
-            tensor = getattr(self, name)
+            tensor = getattr(self, name) if tiled == self.is_tiled else self.held(name)
             moved = fn(tensor)
-            setattr(self, name, moved if moved.dtype == tensor.dtype else tensor.to(moved.device))
+            moved = moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+            setattr(self, name, _tile(moved, name) if tiled and not self.is_tiled else moved)
+        self.is_tiled = tiled
         return self
 
     def product(self, x: Float[Tensor, "*_ D"], bias: Float[Tensor, " N"] | None) -> Float[Tensor, "*_ N"]:
@@ -111,9 +123,10 @@ class Quantized(Packed):
             if q.is_cuda:
                 if x.numel() // x.shape[-1] <= CUDA_ROWS and has_triton():
                     return self._on_cuda(flat(x), bias).view(*x.shape[:-1], -1)
-            elif x.device.type == "cpu" and native.is_there():
-                wide = None if bias is None else bias.float()
-                return self._on_cpu(flat(x.float()), wide).view(*x.shape[:-1], -1).to(x.dtype)
+            elif x.device.type == "cpu" and native.is_there() and self.is_tiled == native.has_tiles():
+                wide, mins = None if bias is None else bias.float(), self.mins if "mins" in self.tensors else None
+                out = native.linear_packed(flat(x.float()), q, self.scales, mins, wide, self.shape[0], self.bits)
+                return out.view(*x.shape[:-1], -1).to(x.dtype)
         if q.is_cuda or torch.compiler.is_compiling():
             return F.linear(x, self.unpack().to(x.dtype), bias)
         step = max(1, PIECE // self.shape[1])  # beside small weights, memory for the whole matrix would be missed
@@ -127,15 +140,21 @@ class Quantized(Packed):
         """Some rows as float32."""
         raise NotImplementedError
 
-    def _on_cpu(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        raise NotImplementedError
+    def held(self, name: str, rows: Tensor | slice = slice(None)) -> Tensor:
+        """Some rows of q, scales or mins, one after the other."""
+        tensor = getattr(self, name)
+        if not self.is_tiled:
+            return tensor[rows]
+        if isinstance(rows, slice):
+            return _untile(tensor, name)[rows, : self.widths[name]]
+        return tensor.view(-1)[_places(rows, tensor.shape, WIDTH[name])][..., : self.widths[name]]
 
     def _on_cuda(self, x: Tensor, bias: Tensor | None) -> Tensor:
         raise NotImplementedError
 
 
 class Int8(Quantized):
-    kind, tensors, group = "int8", ("q", "scales"), 64
+    kind, bits, tensors, group = "int8", 8, ("q", "scales"), 64
 
     def __init__(self, weight: Float[Tensor, "N D"]) -> None:
         parts = [self._round(part) for part in weight.detach().split(max(1, PIECE // weight.shape[1]))]
@@ -151,11 +170,9 @@ class Int8(Quantized):
         return q.flatten(1)[:, :D].to(torch.int8).contiguous(), scales
 
     def unpack(self, rows: Tensor | slice = slice(None)) -> Float[Tensor, "*_ D"]:
-        scales = self.scales[rows].float().repeat_interleave(self.group, -1)[..., : self.shape[1]]
-        return self.q[rows].float() * scales
-
-    def _on_cpu(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return native.linear_int8(x, self.q, self.scales, bias)
+        D, (q, scales) = self.shape[1], (self.held(name, rows).float() for name in self.tensors)
+        groups = F.pad(q, (0, -D % self.group)).unflatten(-1, (-1, self.group))
+        return (groups * scales[..., None]).flatten(-2)[..., :D]
 
     def _on_cuda(self, x: Tensor, bias: Tensor | None) -> Tensor:
         from clearhead.layers import gpu
@@ -164,7 +181,7 @@ class Int8(Quantized):
 
 
 class Int4(Quantized):
-    kind, tensors, group = "int4", ("q", "scales", "mins"), 32
+    kind, bits, tensors, group = "int4", 4, ("q", "scales", "mins"), 32
 
     def __init__(self, weight: Float[Tensor, "N D"]) -> None:
         parts = [self._round(part) for part in weight.detach().split(max(1, PIECE // 16 // weight.shape[1]))]
@@ -188,17 +205,40 @@ class Int4(Quantized):
         return u[:, 0::2] | u[:, 1::2] << 4, scale[..., 0].half(), least[..., 0].half()
 
     def unpack(self, rows: Tensor | slice = slice(None)) -> Float[Tensor, "*_ D"]:
-        q = self.q[rows]
+        q, scales, mins = (self.held(name, rows) for name in self.tensors)
         u = torch.stack([q & 15, q >> 4], -1).flatten(-2).unflatten(-1, (-1, self.group))
-        return (u.float() * self.scales[rows].float()[..., None] + self.mins[rows].float()[..., None]).flatten(-2)
-
-    def _on_cpu(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return native.linear_int4(x, self.q, self.scales, self.mins, bias)
+        return (u.float() * scales.float()[..., None] + mins.float()[..., None]).flatten(-2)
 
     def _on_cuda(self, x: Tensor, bias: Tensor | None) -> Tensor:
         from clearhead.layers import gpu
 
         return gpu.linear_int4(x, self.q, self.scales, self.mins, bias)
+
+
+def _wants_tiles(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and native.has_tiles()
+
+
+def _tile(rows: Tensor, name: str) -> Tensor:
+    rows = F.pad(rows, (0, -rows.shape[1] % WIDTH[name]))
+    tiles = [part.unflatten(1, (-1, WIDTH[name])).transpose(0, 1).flatten() for part in rows.split(TILE)]
+    return torch.cat(tiles).view_as(rows)
+
+
+def _untile(tiled: Tensor, name: str) -> Tensor:
+    rows = torch.empty_like(tiled)
+    for part, to in zip(
+        tiled.split(TILE), rows.split(TILE), strict=True
+    ):  # torch.cat does not join float16 under autocast
+        to.unflatten(1, (-1, WIDTH[name])).copy_(part.view(-1, len(part), WIDTH[name]).transpose(0, 1))
+    return rows
+
+
+def _places(ids: Int[Tensor, "*_"], shape: torch.Size, width: int) -> Int[Tensor, "*_ m"]:
+    """Where the numbers of some rows lie in tiles."""
+    n, m = shape
+    across, at = (n - ids // TILE * TILE).clamp(max=TILE)[..., None], torch.arange(m)
+    return (ids // TILE * TILE * m + ids % TILE * width)[..., None] + at // width * (across * width) + at % width
 
 
 def _to_16(groups: Tensor, scale: Tensor, least: Tensor) -> Tensor:

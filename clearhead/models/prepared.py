@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from clearhead.layers import native
 from clearhead.layers.attention import Attend, MultiHeadAttention
@@ -24,7 +25,7 @@ from clearhead.layers.block import Block
 from clearhead.layers.feedforward import ACTIVATIONS, FeedForward
 from clearhead.layers.linear import CPU_ROWS, FusedLinear, Linear
 from clearhead.layers.masks import Mask
-from clearhead.layers.norm import RMSNorm
+from clearhead.layers.norm import LayerNorm, RMSNorm
 from clearhead.layers.pages import PagedCache
 from clearhead.layers.quantized import Int4, Int8
 
@@ -38,6 +39,7 @@ KNOWN = (
     Linear,
     FusedLinear,
     nn.LayerNorm,
+    LayerNorm,
     RMSNorm,
     nn.Identity,
     Int8,
@@ -64,7 +66,7 @@ def fits(blocks: Sequence[Block], last: nn.Module, x: Tensor, mask: Mask, cache:
         and (memory.shape[1], memory.shape[3], memory.shape[5]) == stack.room
         and len(x) <= stack.max_rows
         and not blocks[0].training
-        and not any(map(len, stack.hooks))
+        and not stack.is_watched()
     )
 
 
@@ -88,6 +90,7 @@ class Prepared:
             for module in modules
             for hooks in (module._forward_hooks, module._forward_pre_hooks)  # pyright: ignore[reportPrivateUsage]
         ]
+        self.n_hooks, self.watched = -1, False
         # The first block is what this is found by, and must not be held by it; a stack of other blocks has another memory.
         self.ids = [id(top) for top in (*blocks, last)]
         self.is_known = (
@@ -108,8 +111,15 @@ class Prepared:
         return (
             self.ids == [id(top) for top in (*blocks, last)]
             and all(map(is_, map(dict[str, Any].get, self.held, self.names), self.things))
-            and self.addresses == [tensor.data_ptr() for tensor in self.tensors]
+            and self.addresses == list(map(Tensor.data_ptr, self.tensors))
         )
+
+    def is_watched(self) -> bool:
+        """Whether somebody hooked into a part of it; asked of every part only where a hook was made anywhere since."""
+        if self.n_hooks != RemovableHandle.next_id:
+            self.watched = any(map(len, self.hooks))
+            self.n_hooks = -1 if self.watched else RemovableHandle.next_id
+        return self.watched
 
     def run(
         self, x: Float[Tensor, "B 1 D"], turns: Turns | None, cache: PagedCache, window: int
@@ -183,12 +193,9 @@ class Prepared:
             bias = torch.zeros(weight.shape[0])
             self.partial.append((linear, bias))
         (n, d), bias_at = weight.shape, None if bias is None else bias.data_ptr()
-        if isinstance(weight, Int8):
-            return native.Matrix(weight.q.data_ptr(), weight.scales.data_ptr(), None, bias_at, n, d, 8)
-        if isinstance(weight, Int4):
-            return native.Matrix(
-                *(weight.q.data_ptr(), weight.scales.data_ptr(), weight.mins.data_ptr()), bias_at, n, d, 4
-            )
+        if isinstance(weight, Int8 | Int4):
+            held = [getattr(weight, name).data_ptr() for name in weight.tensors]
+            return native.Matrix(*held, *[None] * (3 - len(held)), bias_at, n, d, weight.bits)
         return native.Matrix(weight.data_ptr(), None, None, bias_at, n, d, 32)
 
 
@@ -219,7 +226,8 @@ def _is_plain(module: nn.Module) -> bool:
     """Whether its numbers lie in the CPU's memory, one after the other, and compute in float32."""
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     packed = isinstance(module, Int8 | Int4)
-    return (not packed or module.dtype == torch.float32) and all(
+    fits = not packed or (module.dtype == torch.float32 and module.is_tiled == native.has_tiles())
+    return fits and all(
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.device.type == "cpu"
         and tensor.is_contiguous()

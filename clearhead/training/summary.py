@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ class Meter:
         self.low = t.precision == "bfloat16" or (t.precision == "auto" and processes.device.type == "cuda")
         self.peak = measure_peak(processes.device, torch.bfloat16 if self.low else torch.float32)
         self.cost = cost(
-            replace(config, pruned_heads=()),  # an upper bound, where some are gone
+            config,
             batch=max(1, rows // (t.accumulate * processes.world)),
             length=min(length, config.max_len),
             source_length=min(source, config.max_source_len) or None,

@@ -36,9 +36,10 @@ def loss(packed: Quantized, weight: Tensor) -> float:
 def test_int8(d: int) -> None:
     weight = torch.randn(11, d) * torch.logspace(-3, 3, 11)[:, None]
     packed = Int8(weight)
-    assert (packed.q.dtype, packed.q.shape) == (torch.int8, (11, d))
-    assert (packed.scales.dtype, packed.scales.shape) == (torch.float16, (11, math.ceil(d / 64)))
-    by_hand = packed.q.double() * packed.scales.double().repeat_interleave(64, 1)[:, :d]
+    q, scales = packed.held("q"), packed.held("scales")
+    assert (q.dtype, q.shape) == (torch.int8, (11, d))
+    assert (scales.dtype, scales.shape) == (torch.float16, (11, math.ceil(d / 64)))
+    by_hand = q.double() * scales.double().repeat_interleave(64, 1)[:, :d]
     torch.testing.assert_close(packed.unpack().double(), by_hand, rtol=1e-6, atol=0)
     # half a step of the largest's 127th, and the scale's own 11 bits
     largest = F.pad(weight, (0, -d % 64)).unflatten(1, (-1, 64)).abs().amax(-1).repeat_interleave(64, 1)[:, :d]
@@ -49,14 +50,40 @@ def test_int4_layout() -> None:
     """The format that other kernels read, written out by hand."""
     weight = torch.randn(7, 96)
     packed = Int4(weight)
-    assert (packed.q.dtype, packed.q.shape) == (torch.uint8, (7, 48))
-    assert (packed.scales.shape, packed.mins.dtype) == ((7, 3), torch.float16)
+    q, scales, mins = (packed.held(name) for name in ("q", "scales", "mins"))
+    assert (q.dtype, q.shape) == (torch.uint8, (7, 48))
+    assert (scales.shape, mins.dtype) == ((7, 3), torch.float16)
     for n in range(7):
         for d in range(96):
-            byte = int(packed.q[n, d // 2])
+            byte = int(q[n, d // 2])
             u = byte >> 4 if d % 2 else byte & 15
-            by_hand = u * float(packed.scales[n, d // 32]) + float(packed.mins[n, d // 32])
+            by_hand = u * float(scales[n, d // 32]) + float(mins[n, d // 32])
             assert float(packed.unpack()[n, d]) == pytest.approx(by_hand, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.skipif(not native.has_tiles(), reason="this processor's kernels take rows")
+def test_tiles() -> None:
+    """What 16 rows hold at one place lies side by side; elsewhere rows lie one after the other, and come back as tiles."""
+    weight = torch.randn(37, 160)
+    for packed in (Int8(weight), Int4(weight)):
+        rows = {name: packed.held(name) for name in packed.tensors}
+        q, left = packed.q[:32].reshape(2, -1, 16, 4), packed.q[32:].reshape(-1, 5, 4)
+        for n, byte in ((0, 0), (17, 9), (31, 79)):
+            assert q[n // 16, byte // 4, n % 16, byte % 4] == rows["q"][n, byte]
+        assert left[19, 4, 3] == rows["q"][36, 79]
+        assert packed.scales[:32].reshape(2, -1, 16)[1, 2, 5] == rows["scales"][21, 2]
+        ids = torch.tensor([[36, 0], [17, 5]])
+        assert torch.equal(packed.unpack(ids), packed.unpack()[ids])
+        assert torch.equal(packed.unpack(slice(5, 19)), packed.unpack()[5:19])
+        expected, x = packed.q.clone(), torch.randn(2, 160)
+        ours = packed.product(x, None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native, "has_tiles", lambda: False)
+            packed.to("cpu")
+            assert torch.equal(packed.q, rows["q"])
+        packed.to("cpu")
+        assert torch.equal(packed.q, expected)
+        assert torch.equal(packed.product(x, None), ours)
 
 
 def test_int4_searches() -> None:
