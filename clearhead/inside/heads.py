@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from clearhead.inside.probe import Seen, probe, sites
 from clearhead.models import EncoderDecoder, Model
 from clearhead.models.encoder import real_of
 
-STRIP = 2**22  # weights held at once
+STRIP = 2**20  # weights held at once: as many as a processor's caches hold
 
 
 def entropy(weights: Float[Tensor, "*heads T S"]) -> Float[Tensor, "*heads T"]:
@@ -49,16 +49,27 @@ def attention_rollout(
     elif stack:
         raise InputError(f"stack={stack!r} is for encoder-decoders; this model has one stack; leave it out")
     place = f"{stack}.blocks" if stack else "blocks"
-    with still(model), probe(model, f"{place}.*.attention.weights", f"{place}.*.attention.q") as seen:
+    with still(model), probe(model, f"{place}.*.attention.weights") as seen:
         model(*inputs, **options)
     flow: Tensor | None = None
-    for site in (site for site in seen if site.endswith(".weights")):
-        mean = torch.cat([weights.mean(1) for _, weights in _strips(seen, site)], 1)
-        step = (1 - residual) * mean + residual * torch.eye(mean.shape[-1]).to(mean)
-        step = step / step.sum(-1, keepdim=True).clamp(min=1e-12)  # a row that may look at nothing stays where it is
-        flow = step if flow is None else step @ flow
+    for site in seen:
+        flow = roll(flow, mean_of_heads(seen, site), residual)
     assert flow is not None
     return flow
+
+
+def roll(
+    below: Float[Tensor, "B T T"] | None, mean: Float[Tensor, "B T T"], residual: float = 0.5
+) -> Float[Tensor, "B T T"]:
+    """A rollout one layer further up."""
+    step = (1 - residual) * mean + residual * torch.eye(mean.shape[-1]).to(mean)
+    step = step / step.sum(-1, keepdim=True).clamp(min=1e-12)  # a row that may look at nothing stays where it is
+    return step if below is None else step @ below
+
+
+def mean_of_heads(seen: Seen, site: str) -> Float[Tensor, "B T S"]:
+    S = seen.looks[site.removesuffix(".weights")].k.shape[2]
+    return torch.cat([F.pad(weights.mean(1), (0, S - weights.shape[-1])) for _, weights in strips(seen, site)], 1)
 
 
 @dataclass(frozen=True)
@@ -88,22 +99,21 @@ def head_scores(
     Of a text, a head with a high score behaved so on this text. What else it does, the score does not say.
     """
     attended = [site.removesuffix(".weights") for site in sites(model) if site.endswith(".weights")]
-    patterns = [f"{place}.{part}" for place in attended for part in ("weights", "q")]
-    with still(model), probe(model, *patterns) as seen:
+    with still(model), probe(model, *(f"{place}.weights" for place in attended)) as seen:
         model(*inputs, **options)
     found: list[HeadScore] = []
     for place in attended:
         is_cross, in_decoder = place.endswith(".cross"), place.startswith("decoder.")
         ids = inputs[-1] if in_decoder or len(inputs) == 1 else inputs[0]
         real = real_of(options.get("target_mask" if in_decoder else "mask"))
-        tally = _Tally(None if is_cross or ids.is_floating_point() else ids, real, aligned if is_cross else None)
-        for start, weights in _strips(seen, f"{place}.weights"):
+        tally = Tally(None if is_cross or ids.is_floating_point() else ids, real, aligned if is_cross else None)
+        for start, weights in strips(seen, f"{place}.weights"):
             tally.add(start, weights, is_cross)
         found += tally.scores(f"{place}.weights")
     return found
 
 
-class _Tally:
+class Tally:
     """Sums over the queries of one site, strip by strip."""
 
     def __init__(self, ids: Tensor | None, real: Tensor | None, aligned: Tensor | None) -> None:
@@ -125,25 +135,23 @@ class _Tally:
         if not is_cross:
             first = torch.zeros(B, dtype=torch.int64, device=device) if self.real is None else self.real.int().argmax(1)
             later = real & (at > first[:, None])  # the first token has none before it
-            self._sum("previous", self._picked(weights, (at[:, None] - 1 == keys).expand(B, t, S)), later)
-            self._sum("first", self._picked(weights, (keys == first[:, None, None]).expand(B, t, S)), later)
+            before = (at - 1).clamp(min=0).expand(B, t)
+            self._sum("previous", _at(weights, before), later)
+            self._sum("first", _at(weights, first[:, None].expand(B, t)), later)
         if self.ids is not None:
             # Key s follows an earlier occurrence of query t's token: ids[s - 1] = ids[t], s < t.
-            before = F.pad(self.ids, (1, 0), value=-1)[:, :-1]
+            before = F.pad(self.ids, (1, 0), value=-1)[:, :S]
             after = (before[:, None] == self.ids[:, start : start + t, None]) & (keys < at[:, None])
-            self._sum("induction", self._picked(weights, after), real & after.any(-1))
+            self._sum("induction", _picked(weights, after), real & after.any(-1))
         if self.aligned is not None:
             if tuple(self.aligned.shape[::2]) != (B, S) or self.aligned.shape[1] < start + t:
                 raise InputError(
                     f"aligned has shape {tuple(self.aligned.shape)}; cross-attention has batch {B}, source {S}"
                 )
             pairs = self.aligned[:, start : start + t]
-            self._sum("alignment", self._picked(weights, pairs), real & pairs.any(-1))
+            self._sum("alignment", _picked(weights, pairs), real & pairs.any(-1))
         distance = most.indices - at
         self.distances.append(distance.transpose(0, 1)[:, later])
-
-    def _picked(self, weights: Tensor, keys: Tensor) -> Tensor:
-        return (weights * keys[:, None]).sum(-1)
 
     def _sum(self, name: str, values: Tensor, counted: Tensor) -> None:
         total, n = self.sums.get(name, (0, 0))
@@ -166,6 +174,18 @@ class _Tally:
             )
 
 
+def _at(weights: Float[Tensor, "B H t S"], keys: Int[Tensor, "B t"]) -> Float[Tensor, "B H t"]:
+    """Each query's weight on one key."""
+    return torch.take_along_dim(weights, keys[:, None, :, None], -1)[..., 0]
+
+
+def _picked(weights: Float[Tensor, "B H t S"], keys: Bool[Tensor, "B t S"]) -> Float[Tensor, "B H t"]:
+    """Each query's weight on its own set of keys. The sets are small: their weights alone are read."""
+    row, query, key = keys.nonzero(as_tuple=True)
+    out = torch.zeros(weights.shape[:3], dtype=weights.dtype, device=weights.device).transpose(1, 2)  # (B, t, H)
+    return out.contiguous().index_put((row, query), weights[row, :, query, key], accumulate=True).transpose(1, 2)
+
+
 def repeated_tokens(vocab_size: int, *, length: int = 32, batch: int = 4, seed: int = 0) -> Int[Tensor, "B T"]:
     """Rows of random tokens, each row twice over: what comes next is known only from what came before."""
     if vocab_size < length:
@@ -181,11 +201,23 @@ def copied_tokens(source: Int[Tensor, "B S"], target: Int[Tensor, "B T"]) -> Boo
     return written[..., None] == source[:, None]
 
 
-def _strips(seen: Seen, site: str) -> Iterator[tuple[int, Float[Tensor, "B H t S"]]]:
-    T = seen[f"{site.removesuffix('.weights')}.q"].shape[2]
-    step = max(STRIP // seen.rows(site, rows=slice(0, 1)).numel(), 1)
+def strips(seen: Seen, site: str) -> Iterator[tuple[int, Float[Tensor, "B H t s"]]]:
+    """The weights of a site, so many rows at a time that no more than STRIP are in memory; and where each strip begins.
+
+    A text's strip ends at its last row's own key: what comes after, no row of it may see.
+    """
+    look = seen.looks[site.removesuffix(".weights")]
+    (B, H, T, _), S, mask = look.q.shape, look.k.shape[2], look.mask
+    is_text = mask.causal and mask.is_ordered and not mask.documents and mask.dense is None and look.bias is None
+    is_text = is_text and T == S == look.T
+    step = max(STRIP // (B * H * S), 1)
     for start in range(0, T, step):
-        yield start, seen.rows(site, rows=slice(start, min(start + step, T)))
+        end = min(start + step, T)
+        if is_text:
+            part = replace(look, q=look.q[:, :, start:end], k=look.k[:, :, :end], T=end, kept=slice(start, end))
+            yield start, part.weights(tuple(range(H)), slice(None))
+        else:
+            yield start, seen.rows(site, rows=slice(start, end))
 
 
 @contextmanager

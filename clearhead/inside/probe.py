@@ -67,8 +67,11 @@ class Look:
 
     def scores(self, at: tuple[int, ...], rows: slice) -> Float[Tensor, "B h t S"]:
         """q k^T / sqrt(E) + bias for some of the kept heads and rows, by their place among these."""
-        k = self.k[:, [self.groups[i] for i in at]]
-        scores = attention_scores(self.q[:, list(at), rows], k, scale=self.scale)
+        q, k, n = self.q[:, :, rows], self.k, len(self.heads)
+        as_they_lie = self.groups == tuple(i * k.shape[1] // n for i in range(n))
+        if at != tuple(range(n)) or not as_they_lie:  # else nothing is copied
+            q, k = q[:, list(at)], k[:, [self.groups[i] for i in at]]
+        scores = attention_scores(q, k, scale=self.scale)
         if self.bias is None:
             return scores
         rows, heads = self._of_all(rows), [self.heads[i] for i in at]
@@ -132,6 +135,29 @@ class Seen:
         look = self.looks[name]
         at = tuple(range(len(look.heads))) if head is None else tuple(_places(head, look.heads, site))
         return look.scores(at, rows) if part == "scores" else look.weights(at, rows)
+
+    def plot(
+        self,
+        site: str,
+        *,
+        head: int | None = None,
+        batch: int = 0,
+        tokens: Sequence[str] = (),
+        columns: Sequence[str] = (),
+    ) -> Any:
+        """A matplotlib figure of the attention at a site, one head's or the mean of all; needs clearhead[plot].
+
+        A notebook shows it by itself; `.savefig("map.svg")` or .png keeps it.
+        """
+        from clearhead.inside.figures import plot_seen
+
+        return plot_seen(self, site, head=head, batch=batch, tokens=tokens, columns=columns)
+
+    def show(self, tokens: Sequence[str] = (), columns: Sequence[str] = (), **options: Any) -> Any:
+        """The attention seen, as the explorer's page in a notebook's frame; it stays when the notebook is saved."""
+        from clearhead.inside.pages import show_seen
+
+        return show_seen(self, tokens, columns, **options)
 
 
 def sites(model: nn.Module) -> dict[str, str]:

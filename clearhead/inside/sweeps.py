@@ -81,15 +81,26 @@ def n_heads_of(attention: MultiHeadAttention) -> int:
     return attention.o_proj.in_features // attention.d_head
 
 
-def sweep_by(model: Model, measure: Callable[[Model], Mapping[str, float]], *, sites: str = "*") -> Sweep:
-    """Any figures of the model without each head, one head at a time: {"bleu": ...} of texts it writes, say."""
+def sweep_by(
+    model: Model,
+    measure: Callable[[Model], Mapping[str, float]],
+    *,
+    sites: str = "*",
+    progress: Callable[[], object] = lambda: None,
+) -> Sweep:
+    """Any figures of the model without each head, one head at a time: {"bleu": ...} of texts it writes, say.
+
+    `progress` is called after each head.
+    """
+    wanted = attentions_of(model, sites)
     base = measure(model)
     effects: list[Effect] = []
-    for place, attention in attentions_of(model, sites).items():
+    for place, attention in wanted.items():
         for head in range(n_heads_of(attention)):
             with intervene(model, zero(f"{place}.out", head=head)):
                 figures = measure(model)
             effects.append(Effect(place, head, {name: figures[name] - base[name] for name in base}))
+            progress()
     return Sweep(base, tuple(effects))
 
 
@@ -101,12 +112,14 @@ def sweep(
     sites: str = "*",
     ignore: int = -100,
     max_tokens: int = 4096,
+    progress: Callable[[], object] = lambda: None,
     **options: Any,
 ) -> Sweep:
     """Mean loss and mean logit of the targets without each head, less those of the whole model.
 
     `inputs` and `options` are what the model is called with; `targets` are the right tokens, one for each position (`ignore`:
-    none), or the right classes. `sites` are the attentions' names, by pattern. `max_tokens` bounds what is computed at once.
+    none), or the right classes. `sites` are the attentions' names, by pattern. `max_tokens` bounds what is computed at once;
+    `progress` is called after each attention.
     """
     wanted = attentions_of(model, sites)
     with _evaluating(model), uncompiled(model):
@@ -120,6 +133,7 @@ def sweep(
                 losses, logits = score(kept.without(place, heads), len(heads))
                 for head, a, b in zip(heads.tolist(), losses.tolist(), logits.tolist(), strict=True):
                     effects.append(Effect(place, head, {"loss": a - loss, "logit": b - logit}))
+            progress()
     return Sweep({"loss": loss, "logit": logit}, tuple(effects), score.n)
 
 

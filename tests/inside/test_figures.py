@@ -152,8 +152,10 @@ def test_what_a_probe_saw(head: int | None) -> None:
         texts = assert_readable(figure)
         assert any(site.removesuffix(".weights") in text for text in texts)
         assert str(rows - 1) in texts
+        again = seen.plot(site, head=head, batch=2)
+        assert again._repr_png_() == figure._repr_png_()
     with pytest.raises(ch.InputError, match=r"choose a site that ends in '\.weights'"):
-        plot_seen(seen, "decoder.blocks.0.residual")
+        seen.plot("decoder.blocks.0.residual")
 
 
 @pytest.mark.parametrize("T", [1, 11, 31, 300])

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
 from models.tiny import EVERY, assert_same, inputs, run, tiny
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import clearhead as ch
 from clearhead.generation.engine import Engine
@@ -331,6 +333,44 @@ def test_nothing_stays_attached() -> None:
     with ch.probe(model):
         assert hooks(model) > 0
     assert hooks(model) == 0
+
+
+def state(model: nn.Module) -> dict[str, object]:
+    """All that a call looks at: each module's own attributes, but for the tables of modules and tensors, by identity."""
+    return {
+        f"{name}.{key}": list(value) if isinstance(value, dict) else id(value)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+    } | {f"{name} is": type(module).forward for name, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "original"])
+def test_a_model_that_was_probed_runs_the_same_code(name: str) -> None:
+    """The same operators in the same order, and nothing of any module is another than before."""
+    model = tiny(name)
+    args = inputs(model.config)
+
+    def operators() -> list[str]:
+        with torch.no_grad(), Recorded() as seen:
+            run(model, *args)
+        return seen.names
+
+    before, called = state(model), operators()
+    with ch.probe(model) as seen, torch.no_grad():
+        run(model, *args)
+    assert len(seen) > 0
+    assert state(model) == before
+    assert operators() == called
+
+
+class Recorded(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **kwargs or {})
 
 
 def fail() -> None:

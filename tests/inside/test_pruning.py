@@ -195,9 +195,3 @@ def test_transformers_has_no_such_models(tmp_path: Path) -> None:
         match=r"no layers of unequal heads, .*save with format='clearhead'",
     ):
         ch.save(smaller, tmp_path / "hf", format="hf")
-
-
-def test_a_forecast_is_of_whole_models() -> None:
-    config = prune(tiny("gpt2"), {0: [1]}).config
-    with pytest.raises(ch.ConfigError, match=r"takes layers to be alike, and this model has lost 1 heads"):
-        ch.cost(config, batch=1)
