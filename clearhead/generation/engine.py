@@ -411,7 +411,7 @@ class Engine:
         greedy = shaper.is_plain and shaper.strategy.temperature == 0 and not bound
         looked_at = not (greedy and runner.is_greedy) or group.scored or bool(group.alternatives)
         logits = logits[group.among] if looked_at and group.among is not None else logits
-        scores = alternatives = None
+        scores = alternatives = dead = None
         if greedy and runner.is_greedy:
             tokens = runner.tokens[: len(members)] if group.among is None else runner.tokens[group.rows]
         elif greedy:
@@ -425,10 +425,13 @@ class Engine:
             if bound:
                 shaped = shaped.masked_fill(~self._allowed(members), -math.inf)
             tokens = runner.tokens[group.rows] = shaper.strategy.choose(shaped, group.seeds, steps)
+            dead = ~(shaped > -math.inf).any(-1)  # nothing is left to choose from
         if group.scored or group.alternatives:
             log_probs = widen(logits).log_softmax(-1)
             scores = log_probs.gather(1, tokens[:, None])[:, 0]
             alternatives = tuple(log_probs.topk(group.alternatives)) if group.alternatives else None
+        if dead is not None:
+            tokens = tokens.masked_fill(dead, -1)
         for member in members:
             member.n_asked += 1
             self.has_left |= member.n_asked >= member.limit
@@ -452,7 +455,9 @@ class Engine:
             launch = self.launches.popleft()
             for member, id, score, others in zip(launch.members, *launch.parcel.open(), strict=True):
                 ticket = member.ticket
-                if ticket.reason is None:
+                if ticket.reason is None and id < 0:
+                    self._fail(ticket)
+                elif ticket.reason is None:
                     if score is not None:
                         ticket.scores.append(score)
                     if others is not None:

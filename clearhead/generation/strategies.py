@@ -81,7 +81,7 @@ def forbid_ngrams(logits: Logits, history: History, n: int) -> Logits:
 def offset(biases: Mapping[int, Number], vocab_size: int, device: torch.device) -> Float[Tensor, " V"]:
     """One number to add to each token's logit, 0 where none is given; -inf forbids."""
     made = torch.zeros(vocab_size)
-    made[list(biases)] = torch.tensor(list(biases.values()))
+    made[list(biases)] = torch.tensor(list(biases.values()), dtype=made.dtype)
     return made.to(device)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,10 +18,24 @@ from starlette.types import Receive, Scope, Send
 
 from clearhead.generation import Request, Ticket, Token
 from clearhead.generation.texts import StoppingStream, piece_name, stream_of
+from clearhead.serving.explain import Plan, explain, score_prompt
 from clearhead.serving.hosts import Host
 from clearhead.serving.metrics import Metrics
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """One text that is asked for, and what is told besides it."""
+
+    request: Request
+    stops: list[str]
+    seconds: float
+    echo: str | None = None  # the prompt, told before the text
+    writes: bool = True  # or the prompt alone is told
+    counts: bool = True  # of the texts after one prompt, whether it is the one that counts it
+    plan: Plan | None = None  # what is explained
 
 
 @dataclass
@@ -30,12 +45,18 @@ class Piece:
     text: str
     tokens: list[Token] = field(default_factory=list[Token])
     reason: str | None = None
+    offset: int = 0  # characters before it
+    is_first: bool = False
+    explained: dict[str, Any] | None = None
 
 
 def join(parts: list[Piece]) -> Piece:
     """Pieces that follow each other, as one."""
-    tokens = [token for part in parts for token in part.tokens]
-    return Piece("".join(part.text for part in parts), tokens, parts[-1].reason)
+    if len(parts) == 1:
+        return parts[0]
+    tokens, first, last = [token for part in parts for token in part.tokens], parts[0], parts[-1]
+    text = "".join(part.text for part in parts)
+    return Piece(text, tokens, last.reason, first.offset, first.is_first, last.explained)
 
 
 class Usage:
@@ -51,43 +72,58 @@ class Usage:
         return {**counts, "prompt_tokens_details": details}
 
 
-async def pieces(
-    host: Host, request: Request, stops: list[str], usage: Usage, metrics: Metrics
-) -> AsyncGenerator[Piece, None]:
+async def pieces(host: Host, wish: Wish, usage: Usage, metrics: Metrics) -> AsyncGenerator[Piece, None]:
     """One text as it comes, up to the first stop."""
     assert host.tokenizer is not None
-    stream: StoppingStream = stream_of(request, host.tokenizer, stops)
-    began = last = time.perf_counter()
-    held: list[Token] = []
-    source = host.write(request)
-    reason = "stop"
-    n_new = 0
-    try:
-        async for token in source:
-            if isinstance(token, Ticket):
-                usage.prompt, usage.cached = usage.prompt + token.n_prompt, usage.cached + token.n_cached
-                reason = "length" if token.reason == "length" else "stop"
-                break
-            now = time.perf_counter()
-            clock = metrics.first_token if last == began else metrics.between_tokens
-            clock.labels(host.name).observe(now - last)
-            last = now
-            usage.written += 1
-            n_new += 1
-            held.append(token)
-            text = stream.push(token.id)
-            if text or stream.stop is not None:
-                yield Piece(text, held)
-                held = []
-            if stream.stop is not None:
-                usage.prompt += len(request.prompt)
-                break
-    finally:
-        await source.aclose()
-        metrics.new_tokens.labels(host.name).inc(n_new)
-        metrics.prompt_tokens.labels(host.name).inc(len(request.prompt))
-    rest = "" if stream.stop is not None else stream.finish()
-    yield Piece(rest, held, reason)
+    request, ids = wish.request, list[int]()
+    began = time.perf_counter()
+    offset, text, held, is_first = 0, wish.echo or "", list[Token](), True
+    if wish.echo is not None and request.scored:
+        work = score_prompt(host, request.prompt, request.alternatives)
+        held = await asyncio.wait_for(host.in_turns(work), wish.seconds)
+    n_prompt, reason = len(request.prompt), "stop"
+    if wish.writes:
+        stream: StoppingStream = stream_of(request, host.tokenizer, wish.stops)
+        clocks = (metrics.first_token.labels(host.name), metrics.between_tokens.labels(host.name))
+        last = began
+        source = host.write(request, wish.seconds)
+        try:
+            async for come in source:
+                if isinstance(come, Ticket):
+                    n_prompt, usage.cached = come.n_prompt, usage.cached + come.n_cached
+                    reason = "length" if come.reason == "length" else "stop"
+                    if wish.echo is not None and request.scored:
+                        # Who scores texts takes what follows the prompt for written tokens, their end among them.
+                        held += [come.token(at) for at in range(come.n_shown, len(come.written))]
+                    break
+                now = time.perf_counter()
+                clocks[bool(ids)].observe(now - last)
+                last = now
+                for token in come:
+                    ids.append(token.id)
+                    held.append(token)
+                    text += stream.push(token.id)
+                    if stream.stop is not None:
+                        break
+                if text:
+                    yield Piece(text, held, None, offset, is_first)
+                    offset, text, held, is_first = offset + len(text), "", [], False
+                if stream.stop is not None:
+                    break
+        finally:
+            await source.aclose()
+            metrics.new_tokens.labels(host.name).inc(len(ids))
+            metrics.prompt_tokens.labels(host.name).inc(len(request.prompt))
+        text += "" if stream.stop is not None else stream.finish()
+    else:
+        reason = "length"
+    usage.written += len(ids)
+    usage.prompt += n_prompt if wish.counts else 0
+    explained = None
+    if wish.plan is not None:
+        left = wish.seconds - (time.perf_counter() - began)
+        explained = await asyncio.wait_for(host.in_turns(explain(host, wish.plan, request, ids, wish.stops)), left)
+    yield Piece(text, held, reason, offset, is_first, explained)
 
 
 def new_id(kind: str) -> str:
@@ -99,6 +135,24 @@ def event(body: dict[str, Any]) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
+MARK = "\0"
+
+
+class Chunks:
+    """Events of one answer. Most differ from each other in their text alone: the rest of these is written once."""
+
+    def __init__(self, head: dict[str, Any], choice: Callable[[int, Piece], dict[str, Any]]) -> None:
+        self.head, self.choice = head, choice
+        self.frames: dict[int, list[bytes]] = {}
+
+    def make(self, at: int, piece: Piece) -> bytes:
+        if piece.reason is not None or piece.is_first or (piece.tokens and not math.isnan(piece.tokens[-1].score)):
+            return event({**self.head, "choices": [self.choice(at, piece)]})
+        if at not in self.frames:
+            empty = event({**self.head, "choices": [self.choice(at, Piece(MARK))]})
+            self.frames[at] = empty.split(json.dumps(MARK).encode())
+        before, after = self.frames[at]
+        return before + json.dumps(piece.text, ensure_ascii=False).encode() + after
 
 
 def completion_logprobs(host: Host, tokens: list[Token], asked: int | None, offset: int) -> dict[str, Any] | None:
@@ -107,8 +161,8 @@ def completion_logprobs(host: Host, tokens: list[Token], asked: int | None, offs
         return None
     names = [name(host, token.id) for token in tokens]
     offsets = [offset + sum(map(len, names[:at])) for at in range(len(names))]
-    top = [{name(host, id): score for id, score in token.alternatives} for token in tokens]
-    scores = [token.score for token in tokens]
+    top = [{name(host, id): score for id, score in token.alternatives} or None for token in tokens]
+    scores = [None if math.isnan(token.score) else token.score for token in tokens]  # a prompt's first has none
     return {"tokens": names, "token_logprobs": scores, "top_logprobs": top if asked else None, "text_offset": offsets}
 
 

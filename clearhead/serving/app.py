@@ -28,8 +28,12 @@ from clearhead.generation import Request as Asked
 from clearhead.generation import Ticket
 from clearhead.generation.sound import Scribe
 from clearhead.generation.texts import make_grammar, make_request
+from clearhead.generation.vectors import embed
 from clearhead.models import Decoder, Encoder, EncoderDecoder
 from clearhead.serving import answers, guards
+from clearhead.serving.answers import Piece, Wish
+from clearhead.serving.explain import MAX_NEW, Plan, explain, make_plan
+from clearhead.serving.explorer import add_explorer
 from clearhead.serving.guards import Guard, Limits
 from clearhead.serving.hosts import MAX_WAITING, BrokenError, FullError, Host
 from clearhead.serving.metrics import Count, Metrics
@@ -55,8 +59,8 @@ def make_app(hosts: Mapping[str, Host], limits: Limits | None = None) -> FastAPI
             await asyncio.to_thread(host.close)
 
     app = FastAPI(title="clearhead", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.is_ending = False
     app.add_middleware(Guard, limits=limits)  # type: ignore[arg-type]
-
     app.add_middleware(Count, metrics=metrics)  # type: ignore[arg-type]
 
     kinds = (RequestValidationError, HTTPException, ClearheadError, FullError, BrokenError, UnknownModelError)
@@ -73,12 +77,16 @@ def make_app(hosts: Mapping[str, Host], limits: Limits | None = None) -> FastAPI
         served = ", ".join(host.name for host in fitting) or "none"
         raise UnknownModelError(f"there is no model {name!r:.100} for this; served here: {served}")
 
+    add_explorer(app, hosts, limits.seconds)
+
     @app.get("/healthz")
     async def healthz() -> Response:
         return PlainTextResponse("ok\n")
 
     @app.get("/readyz")
     async def readyz() -> Response:
+        if app.state.is_ending:
+            return PlainTextResponse(f"{guards.STOPPING}\n", 503)
         ready = all(host.is_healthy for host in hosts.values())
         return PlainTextResponse("ready\n" if ready else "an engine has stopped\n", 200 if ready else 503)
 
@@ -95,7 +103,7 @@ def make_app(hosts: Mapping[str, Host], limits: Limits | None = None) -> FastAPI
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
-        return described(find(name, "decoder", "translator", "scribe", "encoder"))
+        return described(find(name, "decoder", "translator", "scribe", "encoder", "pictures"))
 
     @app.post("/v1/completions", response_model=None)
     async def completions(body: Completion, request: Request) -> Response | dict[str, Any]:
@@ -107,72 +115,78 @@ def make_app(hosts: Mapping[str, Host], limits: Limits | None = None) -> FastAPI
             raise InputError(
                 f"{n_texts} texts in one request are too many; got n={body.n}; {MAX_WAITING} may be asked for"
             )
+        if body.max_tokens == 0 and not body.echo:
+            raise InputError("max_tokens=0 writes nothing; got no echo either; ask for one of them")
         more: dict[str, Any] = dict(scored=body.logprobs is not None, alternatives=body.logprobs or 0)
 
-        def read() -> list[Asked]:
-            return [
-                each
+        def read() -> list[Wish]:
+            asked = [
+                ask(host, body, prompt, max(body.max_tokens, 1), at * body.n, **more)
                 for at, prompt in enumerate(body.prompts)
-                for each in ask(host, body, prompt, body.max_tokens, at * body.n, **more)
             ]
+            wishes = make_wishes(host, body, [each for texts in asked for each in texts])
+            if not body.echo:
+                return wishes
+            texts = [each if isinstance(each, str) else host.tokenizer.decode(each) for each in body.prompts]  # type: ignore[union-attr]
+            echo = [replace(wish, echo=texts[at // body.n]) for at, wish in enumerate(wishes)]
+            return [replace(wish, writes=body.max_tokens > 0) for wish in echo]
 
-        asked = await asyncio.to_thread(read)
-        texts = [prompt for prompt in body.prompts for _ in range(body.n)]
+        wishes = await asyncio.to_thread(read)
         head = dict(id=answers.new_id("cmpl"), object="text_completion", created=int(time.time()), model=host.name)
-        lengths = [0] * len(asked)
 
-        def choice(at: int, piece: answers.Piece) -> dict[str, Any]:
-            echoed = ""
-            if body.echo and not lengths[at]:
-                prompt = texts[at]
-                echoed = prompt if isinstance(prompt, str) else host.tokenizer.decode(prompt)  # type: ignore[union-attr]
-            text = echoed + piece.text
-            told = answers.completion_logprobs(host, piece.tokens, body.logprobs, lengths[at])
-            lengths[at] += len(text)
-            return {"index": at, "text": text, "logprobs": told, "finish_reason": piece.reason}
+        def choice(at: int, piece: Piece) -> dict[str, Any]:
+            told = answers.completion_logprobs(host, piece.tokens, body.logprobs, piece.offset)
+            more = {} if piece.explained is None else {"explain": piece.explained}
+            return {"index": at, "text": piece.text, "logprobs": told, "finish_reason": piece.reason, **more}
 
-        if body.stream:
-            return await answers.unless_gone(request, streamed(host, body, asked, head, choice))
-        return await answers.unless_gone(request, whole(host, body, asked, head, choice, _join_completion))
+        work = streamed if body.stream else whole
+        return await answers.unless_gone(request, work(host, body, wishes, head, choice))
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: Chat, request: Request) -> Response | dict[str, Any]:
         host = find(body.model, "decoder")
         more: dict[str, Any] = dict(scored=body.logprobs, alternatives=(body.top_logprobs or 0) if body.logprobs else 0)
 
-        def read() -> list[Asked]:
+        def read() -> list[Wish]:
             ids = chat_ids(host, body)
-            room = host.model.config.max_len - len(ids)
-            most = body.max_completion_tokens or body.max_tokens or max(1, min(1024, room))
-            return ask(host, body, ids, most, 0, grammar=format_grammar(host, body.response_format), **more)
+            room = min(host.model.config.max_len - len(ids), 1024 if body.explain is None else MAX_NEW)
+            most = body.max_completion_tokens or body.max_tokens or max(1, room)
+            grammar = format_grammar(host, body.response_format)
+            return make_wishes(host, body, ask(host, body, ids, most, 0, grammar=grammar, **more))
 
-        asked = await asyncio.to_thread(read)
+        wishes = await asyncio.to_thread(read)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         head = dict(id=answers.new_id("chatcmpl"), object=kind, created=int(time.time()), model=host.name)
-        began = [False] * body.n
 
-        def choice(at: int, piece: answers.Piece) -> dict[str, Any]:
-            told = answers.chat_logprobs(host, piece.tokens, body.logprobs)
-            said: dict[str, Any] = {} if began[at] else {"role": "assistant"}
-            began[at] = True
-            if piece.text or piece.reason is None:
+        def choice(at: int, piece: Piece) -> dict[str, Any]:
+            said: dict[str, Any] = {"role": "assistant"} if piece.is_first else {}
+            if piece.text or piece.reason is None or not body.stream:
                 said["content"] = piece.text
-            return {"index": at, "delta": said, "logprobs": told, "finish_reason": piece.reason}
+            told = {"delta": said} if body.stream else {"message": {**said, "refusal": None}}
+            if piece.explained is not None:
+                told["explain"] = piece.explained
+            scores = answers.chat_logprobs(host, piece.tokens, body.logprobs)
+            return {"index": at, **told, "logprobs": scores, "finish_reason": piece.reason}
 
-        if body.stream:
-            return await answers.unless_gone(request, streamed(host, body, asked, head, choice))
-        return await answers.unless_gone(request, whole(host, body, asked, head, choice, _join_chat))
+        work = streamed if body.stream else whole
+        return await answers.unless_gone(request, work(host, body, wishes, head, choice))
 
-    async def streamed(host: Host, body: Writing, asked: list[Asked], head: dict[str, Any], choice: Any) -> Response:
-        usage = answers.Usage()
-        news = _mixed(host, body, asked, usage)
+    def make_wishes(host: Host, body: Writing, asked: list[Asked]) -> list[Wish]:
+        plan = make_plan(host, body.explain, asked)
+        return [
+            Wish(each, body.stops, limits.seconds, counts=at % body.n == 0, plan=plan) for at, each in enumerate(asked)
+        ]
+
+    async def streamed(host: Host, body: Writing, wishes: list[Wish], head: dict[str, Any], choice: Any) -> Response:
+        usage, chunks = answers.Usage(), answers.Chunks(head, choice)
+        news = mixed(host, wishes, usage)
         first = await anext(news)  # what is refused is refused before a status is sent
 
         async def events() -> AsyncGenerator[bytes, None]:
-            yield answers.event({**head, "choices": [choice(*first)]})
+            yield chunks.make(*first)
             try:
                 async for at, piece in news:
-                    yield answers.event({**head, "choices": [choice(at, piece)]})
+                    yield chunks.make(at, piece)
                 if body.stream_options is not None and body.stream_options.include_usage:
                     yield answers.event({**head, "choices": [], "usage": usage.told()})
                 yield answers.DONE
@@ -181,34 +195,35 @@ def make_app(hosts: Mapping[str, Host], limits: Limits | None = None) -> FastAPI
 
         return answers.Events(events(), news)
 
-    async def whole(
-        host: Host, body: Writing, asked: list[Asked], head: dict[str, Any], choice: Any, join: Any
-    ) -> dict[str, Any]:
+    async def whole(host: Host, _: Writing, wishes: list[Wish], head: dict[str, Any], choice: Any) -> Response:
         usage = answers.Usage()
-        parts: list[list[dict[str, Any]]] = [[] for _ in asked]
-        async with contextlib.aclosing(_mixed(host, body, asked, usage)) as news:
+        parts: list[list[Piece]] = [[] for _ in wishes]
+        async with contextlib.aclosing(mixed(host, wishes, usage)) as news:
             async for at, piece in news:
-                parts[at].append(choice(at, piece))
-        return {**head, "choices": [join(part) for part in parts], "usage": usage.told()}
+                parts[at].append(piece)
+        choices = [choice(at, answers.join(part)) for at, part in enumerate(parts)]
+        return JSONResponse({**head, "choices": choices, "usage": usage.told()})
 
-    async def _mixed(
-        host: Host, body: Writing, asked: list[Asked], usage: answers.Usage
-    ) -> AsyncGenerator[tuple[int, answers.Piece], None]:
+    async def mixed(host: Host, wishes: list[Wish], usage: answers.Usage) -> AsyncGenerator[tuple[int, Piece], None]:
         """Pieces of several texts as they come."""
-        news: asyncio.Queue[tuple[int, answers.Piece | BaseException | None]] = asyncio.Queue()
+        if len(wishes) == 1:
+            async with contextlib.aclosing(answers.pieces(host, wishes[0], usage, metrics)) as source:
+                async for piece in source:
+                    yield 0, piece
+            return
+        news: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue()
 
-        async def read(at: int, request: Asked) -> None:
+        async def read(at: int, wish: Wish) -> None:
             try:
-                async with contextlib.aclosing(answers.pieces(host, request, body.stops, usage, metrics)) as source:
+                async with contextlib.aclosing(answers.pieces(host, wish, usage, metrics)) as source:
                     async for piece in source:
                         news.put_nowait((at, piece))
                 news.put_nowait((at, None))
             except Exception as error:
                 news.put_nowait((at, error))
 
-        readers = [asyncio.create_task(read(at, request)) for at, request in enumerate(asked)]
+        readers = [asyncio.create_task(read(at, wish)) for at, wish in enumerate(wishes)]
         left = len(readers)
-        clock = asyncio.get_running_loop().call_later(limits.seconds, news.put_nowait, (0, asyncio.TimeoutError()))
         try:
             while left:
                 # What came while the last piece was sent goes as one: a server in a hurry sends fewer, longer pieces.
@@ -216,14 +231,13 @@ def make_app(hosts: Mapping[str, Host], limits: Limits | None = None) -> FastAPI
                 while not news.empty():
                     come.append(news.get_nowait())
                 for at in dict.fromkeys(at for at, _ in come):
-                    if parts := [piece for of, piece in come if of == at and isinstance(piece, answers.Piece)]:
+                    if parts := [piece for of, piece in come if of == at and isinstance(piece, Piece)]:
                         yield at, answers.join(parts)
                 for _, piece in come:
                     if isinstance(piece, BaseException):
                         raise piece
                     left -= piece is None
         finally:
-            clock.cancel()
             for reader in readers:
                 reader.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
@@ -232,7 +246,7 @@ def make_app(hosts: Mapping[str, Host], limits: Limits | None = None) -> FastAPI
     async def embeddings(body: Embedding) -> dict[str, Any]:
         host = find(body.model, "encoder")
         async with host.alone:
-            vectors, n_tokens = await asyncio.to_thread(embed, host, body.texts)
+            vectors, n_tokens = await asyncio.to_thread(embed_texts, host, body.texts)
 
         def told(vector: np.ndarray) -> Any:
             return base64.b64encode(vector.tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
@@ -244,25 +258,27 @@ def make_app(hosts: Mapping[str, Host], limits: Limits | None = None) -> FastAPI
     @app.post("/v1/translate", response_model=None)
     async def translate(body: Translation, request: Request) -> dict[str, Any]:
         host = find(body.model, "translator")
-        each = [one_translation(host, body, text) for text in body.texts]
+        requests = await asyncio.to_thread(lambda: [translation(host, body, text) for text in body.texts])
+        plan = make_plan(host, body.explain, requests)
+        each = [one_translation(host, body, one, plan) for one in requests]
         found = await answers.unless_gone(request, _together(each))
         return {"object": "list", "model": host.name, "data": [{"index": at, **each} for at, each in enumerate(found)]}
 
-    async def one_translation(host: Host, body: Translation, text: str) -> dict[str, Any]:
-        assert isinstance(host.model, EncoderDecoder)
+    async def one_translation(host: Host, body: Translation, request: Asked, plan: Plan | None) -> dict[str, Any]:
         assert host.tokenizer is not None
-        ids = await asyncio.to_thread(source_ids, host, text)
-        most = body.max_tokens or min(2 * len(ids) + 20, host.model.config.max_len)
-        request = Asked(source=ids, max_new_tokens=most, beams=body.beams, n_best=body.n_best, scored=True)
-        ticket = await last(host, replace(request, length_penalty=body.length_penalty), limits.seconds)
+        source = [int(id) for id in request.source or ()]
+        ticket = await last(host, request, limits.seconds)
         told: list[dict[str, Any]] = []
-        for one in ticket.hypotheses:
+        for rank, one in enumerate(ticket.hypotheses):
             said: dict[str, Any] = {"text": host.tokenizer.decode(one.tokens), "score": one.score}
             said["finish_reason"] = "stop" if one.finished else "length"
             if body.alignment:
-                said["alignment"] = await host.between_steps(partial(align, host, ids, one.tokens))
+                said["alignment"] = await host.between_steps(partial(align, host, source, one.tokens))
+            if plan is not None:
+                work = host.in_turns(explain(host, plan, request, one.tokens, [], rank))
+                said["explain"] = await asyncio.wait_for(work, limits.seconds)
             told.append(said)
-        return {"translations": told, "prompt_tokens": len(ids)}
+        return {"translations": told, "prompt_tokens": len(source)}
 
     @app.post("/v1/audio/transcriptions", response_model=None)
     async def transcriptions(
@@ -345,35 +361,34 @@ async def _together(work: Sequence[Coroutine[Any, Any, answers.T]]) -> list[answ
 
 async def last(host: Host, request: Asked, seconds: float) -> Ticket:
     """What came of a request, once it is over."""
-
-    async def read() -> Ticket:
-        async with contextlib.aclosing(host.write(request)) as source:
-            async for token in source:
-                if isinstance(token, Ticket):
-                    return token
-        raise BrokenError("the engine ended without an answer")
-
-    return await asyncio.wait_for(read(), seconds)
+    async with contextlib.aclosing(host.write(request, seconds)) as source:
+        async for come in source:
+            if isinstance(come, Ticket):
+                return come
+    raise BrokenError("the engine ended without an answer")
 
 
-@torch.no_grad()
-def embed(host: Host, texts: list[str]) -> tuple[np.ndarray, int]:
+def embed_texts(host: Host, texts: list[str]) -> tuple[np.ndarray, int]:
     """A vector a text, as the model's own files say, and how many tokens were read."""
     model, tokenizer = host.model, host.tokenizer
     assert isinstance(model, Encoder)
     assert tokenizer is not None
-    tokens, real = tokenizer.batch(texts, max_len=model.config.max_len)
-    device = next(model.parameters()).device
-    tokens, real = tokens.to(device), real.to(device)
-    return model.pooled(model.states(tokens, real), real).float().cpu().numpy(), int(real.sum())
+    lengths, most = [len(row) for row in tokenizer.encode_all(texts)], model.config.max_len
+    for at, length in enumerate(lengths):
+        if length > most:
+            raise InputError(f"input {at} has {length} tokens, and the model takes {most}; shorten it")
+    return embed(model, tokenizer, texts), sum(lengths)
 
 
-def source_ids(host: Host, text: str) -> list[int]:
+def translation(host: Host, body: Translation, text: str) -> Asked:
     """A source as the model expects it: with its end, whether the tokenizer adds that or not."""
     tokenizer = host.tokenizer
     assert tokenizer is not None
     ids = tokenizer.encode(text)
-    return ids if tokenizer.eos is None or ids[-1:] == [tokenizer.eos] else [*ids, tokenizer.eos]
+    ids = ids if tokenizer.eos is None or ids[-1:] == [tokenizer.eos] else [*ids, tokenizer.eos]
+    most = body.max_tokens or min(2 * len(ids) + 20, host.model.config.max_len)
+    options: dict[str, Any] = dict(beams=body.beams, n_best=body.n_best, length_penalty=body.length_penalty)
+    return Asked(source=ids, max_new_tokens=most, scored=True, **options)
 
 
 @torch.no_grad()
@@ -391,23 +406,6 @@ def align(host: Host, source: list[int], target: list[int]) -> dict[str, Any]:
     names = [[answers.name(host, id) for id in ids] for ids in (source, target)]
     weights = seen[site][0].mean(0)[: len(target)].tolist() if target else []
     return {"source": names[0], "target": names[1], "weights": weights}
-
-
-def _join_completion(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    told = {**parts[-1], "text": "".join(part["text"] for part in parts)}
-    if parts[0]["logprobs"] is not None:
-        keys = [key for key, value in parts[0]["logprobs"].items() if value is not None]
-        merged = {key: [each for part in parts for each in part["logprobs"][key] or []] for key in keys}
-        told["logprobs"] = {**dict.fromkeys(parts[0]["logprobs"]), **merged}
-    return told
-
-
-def _join_chat(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    content = "".join(part["delta"].get("content", "") for part in parts)
-    told = {"index": parts[0]["index"], "finish_reason": parts[-1]["finish_reason"], "logprobs": None}
-    if parts[0]["logprobs"] is not None:
-        told["logprobs"] = {"content": [each for part in parts for each in part["logprobs"]["content"]]}
-    return {**told, "message": {"role": "assistant", "content": content, "refusal": None}}
 
 
 async def _refused(_: Request, error: Exception) -> JSONResponse:

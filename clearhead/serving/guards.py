@@ -16,7 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 PATIENCE = 5.0  # seconds for an answer that says no to be read
-OPEN = ("/healthz", "/readyz")  # a prober has no key
+STOPPING = "the server is shutting down"
+OPEN = ("/healthz", "/readyz", "/")  # a prober has no key, and a browser none before it has the page
+PAGE = "/page/"  # its files
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Guard:
             return
         headers, path = Headers(scope=scope), scope["path"]
         refusal = self._refuse(headers, path)
+        if refusal is None and path.startswith("/v1/") and scope["app"].state.is_ending:
+            refusal = error(503, STOPPING, "server_error")
         if refusal is not None:
             await answer(send, *refusal)
             return
@@ -90,7 +94,7 @@ class Guard:
         origin = headers.get("origin")
         if origin is not None and not self._is_ours(origin.split("://", 1)[-1]):
             return error(403, "pages of other sites may not ask this server", "permission_error")
-        if self.limits.keys and path not in OPEN:
+        if self.limits.keys and path not in OPEN and not path.startswith(PAGE):
             given = _given_key(headers).encode()
             # All are compared, and each in constant time: neither which nor how much of one fits can be measured.
             fits = [hmac.compare_digest(given, key.encode()) for key in self.limits.keys]
@@ -133,5 +137,7 @@ async def answer(send: Send, status: int, body: dict[str, Any]) -> None:
     headers: Iterable[tuple[bytes, bytes]] = [(b"content-type", b"application/json"), (b"connection", b"close")]
     if status == 401:
         headers = [*headers, (b"www-authenticate", b"Bearer")]
+    if status == 503:
+        headers = [*headers, (b"retry-after", b"1")]
     await send({"type": "http.response.start", "status": status, "headers": list(headers)})
     await send({"type": "http.response.body", "body": json.dumps(body).encode()})

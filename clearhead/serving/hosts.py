@@ -8,25 +8,24 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from clearhead.checkpoint import load
-from clearhead.data import Tokenizer, load_tokenizer
-from clearhead.errors import InputError
+from clearhead.data import Tokenizer
+from clearhead.explorer import tokenizer_of
 from clearhead.generation import Engine, Request, Ticket, Token
-from clearhead.generation.sound import find_tokenizer
 from clearhead.models import Decoder, Encoder, EncoderDecoder, Model
+from clearhead.serving.guards import STOPPING
 
 log = logging.getLogger("clearhead.serving")
 
 MAX_WAITING = 1024  # requests that the engine has not let in yet
 
-
-STOPPING = "the server is shutting down"
+T = TypeVar("T")
 
 
 class FullError(Exception):
@@ -46,7 +45,25 @@ class Line:
         self.ticket: Ticket | None = None  # known to the engine's thread first
         self.loop = asyncio.get_running_loop()
         self.accepted: asyncio.Future[Ticket] = self.loop.create_future()
-        self.tokens: asyncio.Queue[Token | BaseException | None] = asyncio.Queue()  # at most max_new_tokens
+        self.come: list[Token | BaseException | None] = []  # at most max_new_tokens; None: it is over
+        self.wait: asyncio.Future[None] | None = None
+
+    def put(self, token: Token | BaseException | None) -> None:
+        self.come.append(token)
+        if self.wait is not None and not self.wait.done():
+            self.wait.set_result(None)
+
+    def expire(self) -> None:
+        _answer(self.accepted, asyncio.TimeoutError())
+        self.put(asyncio.TimeoutError())
+
+    async def take(self) -> list[Token | BaseException | None]:
+        """All that has come, at least one: a reader who is behind catches up at once."""
+        if not self.come:
+            self.wait = self.loop.create_future()
+            await self.wait
+        come, self.come = self.come, []
+        return come
 
     def tell(self, what: Callable[..., object], *given: Any) -> None:
         if not self.loop.is_closed():
@@ -54,6 +71,19 @@ class Line:
 
 
 Delivery = tuple[Line, Token | BaseException | None]
+
+
+class Turn:
+    """Work that is done in the engine's thread a piece at a time."""
+
+    def __init__(self, work: Generator[None, None, Any]) -> None:
+        self.work, self.loop = work, asyncio.get_running_loop()
+        self.answer: asyncio.Future[Any] = self.loop.create_future()
+
+    def tell(self, answer: Any) -> None:
+        self.work.close()
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(_answer, self.answer, answer)
 
 
 class Host:
@@ -76,54 +106,68 @@ class Host:
             self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
             self._lines: dict[int, Line] = {}
             self._queued: deque[Line] = deque()  # as the engine's `waiting`
+            self._turns: deque[Turn] = deque()
             self._thread = threading.Thread(target=self._run, name=f"engine of {name}", daemon=True)
             self._thread.start()
 
     @property
     def kind(self) -> str:
-        """What it is for: "decoder", "translator", "scribe" or "encoder"."""
+        """What it is for: "decoder", "translator", "scribe", "encoder", or "pictures", which are only explored."""
         if isinstance(self.model, EncoderDecoder):
             return "scribe" if self.model.config.inputs == "frames" else "translator"
-        return "encoder" if isinstance(self.model, Encoder) else "decoder"
+        if not isinstance(self.model, Encoder):
+            return "decoder"
+        return "pictures" if self.model.config.inputs == "patches" else "encoder"
 
     @property
     def is_healthy(self) -> bool:
         return self._make is None or self._thread.is_alive()
 
-    async def write(self, request: Request) -> AsyncGenerator[Token | Ticket, None]:
-        """Each token as it comes, then the ticket. Closed early, or cancelled, it cancels the request."""
-        if self.is_stopping or not self.is_healthy:
-            raise BrokenError(STOPPING)
+    async def write(self, request: Request, seconds: float = 1e6) -> AsyncGenerator[list[Token] | Ticket, None]:
+        """Tokens as they come, then the ticket. Closed early, cancelled or late, it cancels the request."""
+        self._check_open()
         line = Line(request)
+        clock = line.loop.call_later(seconds, line.expire)
         self._orders.put(lambda: self._submit(line))
         try:
             ticket = await line.accepted
-            while (token := await line.tokens.get()) is not None:
-                if isinstance(token, BaseException):
-                    raise token
-                yield token
+            is_over = False
+            while not is_over:
+                come = await line.take()
+                if tokens := [token for token in come if isinstance(token, Token)]:
+                    yield tokens
+                if isinstance(come[-1], BaseException):
+                    raise come[-1]
+                is_over = come[-1] is None
             yield ticket
         finally:
+            clock.cancel()
             self._orders.put(lambda: self._forget(line))
+
+    def _check_open(self) -> None:
+        if self.is_stopping or not self.is_healthy:
+            raise BrokenError(STOPPING)
+
+    async def in_turns(self, work: Generator[None, None, T]) -> T:
+        """What `work` returns, run in the engine's thread up to each of its yields, with a step for everybody else between.
+
+        One such work after the other: what it holds in memory is there once. Where nobody waits any more it is dropped.
+        """
+        self._check_open()
+        if len(self._turns) >= MAX_WAITING:
+            raise FullError(f"{MAX_WAITING} requests wait to look inside; try again later")
+        turn = Turn(work)
+        self._orders.put(lambda: self._turns.append(turn))
+        return await turn.answer
 
     async def between_steps(self, work: Callable[[], Any]) -> Any:
         """What `work` gives, in the engine's thread: a probe there sees its own pass alone, and not another's."""
-        if self.is_stopping or not self.is_healthy:
-            raise BrokenError(STOPPING)
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Any] = loop.create_future()
 
-        def order() -> None:
-            found: Any
-            try:
-                found = work()
-            except Exception as error:
-                found = error
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_answer, answer, found)
+        def once() -> Generator[None, None, Any]:
+            return work()
+            yield  # a generator of one turn
 
-        self._orders.put(order)
-        return await answer
+        return await self.in_turns(once())
 
     def stop(self) -> None:
         """Refuse what comes, and tell whoever still waits. Called where `write` is, so that no order comes after the last."""
@@ -141,7 +185,7 @@ class Host:
     def _run(self) -> None:
         while self.engine is not None:
             try:
-                order = self._orders.get(block=not self.engine.is_busy)
+                order = self._orders.get(block=not (self.engine.is_busy or self._turns))
             except queue.Empty:
                 order = self._step
             if order is None:
@@ -166,12 +210,29 @@ class Host:
             while not self._orders.empty():
                 if (order := self._orders.get()) is not None:
                     order()
+            self._fail(BrokenError(STOPPING))
 
     def _step(self) -> None:
         assert self.engine is not None
+        if self.engine.is_busy:
+            self._write(self.engine)
+        if self._turns:
+            self._take_turn(self._turns[0])
+
+    def _take_turn(self, turn: Turn) -> None:
+        try:
+            if turn.answer.done():  # nobody waits for it any more
+                raise StopIteration
+            next(turn.work)
+        except StopIteration as end:
+            self._turns.popleft().tell(end.value)
+        except Exception as error:
+            self._turns.popleft().tell(error)
+
+    def _write(self, engine: Engine) -> None:
         news: list[Delivery] = []
-        began, told = time.perf_counter(), self.engine.step()
-        while len(self._queued) > len(self.engine.waiting):
+        began, told = time.perf_counter(), engine.step()
+        while len(self._queued) > len(engine.waiting):
             self.tell_wait(began - self._queued.popleft().began)
         for ticket, token in told:
             line = self._lines.get(id(ticket))
@@ -207,14 +268,16 @@ class Host:
 
     def _fail(self, error: Exception) -> None:
         for line in self._lines.values():
-            line.tell(line.tokens.put_nowait, error)
-        self._lines.clear()
-        self._queued.clear()
+            line.tell(line.put, error)
+        for turn in self._turns:
+            turn.tell(error)
+        for held in (self._lines, self._queued, self._turns):
+            held.clear()
 
 
 def _deliver(news: list[Delivery]) -> None:
     for line, token in news:
-        line.tokens.put_nowait(token)
+        line.put(token)
 
 
 def _answer(future: asyncio.Future[Any], answer: Any) -> None:
@@ -228,9 +291,4 @@ def _answer(future: asyncio.Future[Any], answer: Any) -> None:
 def open_host(place: Path, name: str, *, device: str, quantize: str | None = None, **engine: Any) -> Host:
     """The model at `place`, ready to serve."""
     model = load(place, device=device, quantize=quantize, dtype=torch.float32 if device == "cpu" else None)
-    if model.config.inputs == "patches":
-        raise InputError(f"{place} is a model of pictures; got inputs='patches'; serve a model of texts or of sound")
-    folder = place if place.is_dir() or place.suffix == ".gguf" else place.parent
-    if model.config.inputs == "frames":
-        return Host(name, model, find_tokenizer(place, model.config.vocab_size), place=place, **engine)
-    return Host(name, model, load_tokenizer(folder), place=place, **engine)
+    return Host(name, model, tokenizer_of(place, model), place=place, **engine)

@@ -23,6 +23,36 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+Head = Annotated[int, Field(ge=0, le=10_000)]
+Heads = Head | Annotated[list[Head], Field(min_length=1, max_length=1000)]
+Row = Annotated[int, Field(ge=-1_000_000, le=1_000_000)]
+Site = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class Attended(BaseModel):
+    """Whose attention is asked for: sites by name, of them heads, and rows by the number of the token written."""
+
+    site: Site
+    head: Heads | None = None
+    rows: Annotated[list[Row], Field(max_length=1000)] | None = None
+
+
+class Ablation(BaseModel):
+    """Heads that are taken out: nothing in their place, or their mean over the prompt and the text."""
+
+    site: Site
+    head: Heads | None = None
+    how: Literal["zero", "mean"] = "zero"
+
+
+class Explain(BaseModel):
+    """What is told of a text besides the text."""
+
+    attention: Annotated[list[Site | Attended], Field(max_length=100)] = []
+    lens: bool = False
+    ablate: Annotated[list[Ablation], Field(max_length=100)] = []
+
+
 class Writing(BaseModel):
     """What completions and chat share."""
 
@@ -41,6 +71,7 @@ class Writing(BaseModel):
     stop: Stops | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63 - MAX_N)
     user: str | None = None
+    explain: Explain | None = None
 
     def options(self) -> dict[str, Any]:
         """The fields of `Strategy`."""
@@ -66,7 +97,7 @@ class Completion(Writing):
         | Annotated[list[Text], Field(max_length=MAX_TEXTS)]
         | Annotated[list[Ids], Field(max_length=MAX_TEXTS)]
     )
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=0)  # 0 with echo: the prompt is told, and nothing written
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
 
@@ -134,6 +165,7 @@ class Translation(BaseModel):
     length_penalty: float = Field(1.0, ge=-10, le=10)
     max_tokens: int | None = Field(None, ge=1)
     alignment: bool = False
+    explain: Explain | None = None
 
     @property
     def texts(self) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import re
 import subprocess
 import sys
@@ -12,7 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+import uvicorn
+
 import clearhead as ch
+from clearhead.serving.app import make_app
+from clearhead.serving.guards import Limits
+from clearhead.serving.hosts import Host
+from clearhead.serving.running import Server
 
 TEXTS = ["the cat sat on the mat", "a dog ran over the hill", '{"yes": 0, "no": 1}', "hello there, how are you?"] * 9
 TEMPLATE = "".join(
@@ -39,6 +47,9 @@ def make_models(folder: Path) -> dict[str, Path]:
     assert end is not None
     for name, config in configs.items():
         model: Any = ch.build(config)
+        with torch.no_grad():
+            for weight in model.parameters():  # as they start, heads say too little for a text to miss them
+                weight.mul_(8 if weight.ndim > 1 else 1)
         model.generation = ch.Generation(bos=start, eos=(end,), decoder_start=start)
         places[name] = ch.save(model, folder / name)
         tokenizer.save(places[name])
@@ -66,3 +77,18 @@ def served(*args: str, env: dict[str, str] | None = None) -> Generator[tuple[str
         finally:
             process.terminate()
             process.wait(timeout=30)
+
+
+@contextmanager
+def served_here(place: Path, limits: Limits | None = None, **engine: Any) -> Generator[str]:
+    """The same server in a thread: ready at once, as nothing is imported again, but no signal reaches it."""
+    host = Host("gpt", ch.load(place), ch.load_tokenizer(place), **engine)
+    app, port = make_app({"gpt": host}, limits), queue.SimpleQueue[int]()
+    server = Server(app, uvicorn.Config(app, port=0, log_config=None), [host], 0.0, port.put)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{port.get(timeout=30)}"
+    finally:
+        server.should_exit = True
+        thread.join(timeout=30)

@@ -14,6 +14,7 @@ import torch
 
 import clearhead as ch
 from clearhead.generation import write_texts
+from clearhead.generation.vectors import PADDED
 from tests.serving.running import served
 
 IMPOSSIBLE = {"type": "integer", "minimum": 5, "maximum": 3}
@@ -52,7 +53,12 @@ def test_completions_are_the_engine_s(client: openai.OpenAI, places: dict[str, P
 
 def test_seeds_n_stop_and_echo(client: openai.OpenAI) -> None:
     ask: dict[str, Any] = dict(model="gpt", prompt="the", max_tokens=12, temperature=1.5)
-    one = [c.text for c in client.completions.create(**ask, seed=5, n=3).choices]
+    three = client.completions.create(**ask, seed=5, n=3)
+    one = [c.text for c in three.choices]
+    alone = client.completions.create(**ask, seed=5)
+    assert three.usage is not None
+    assert alone.usage is not None
+    assert three.usage.prompt_tokens == alone.usage.prompt_tokens  # read once, counted once
     assert len(set(one)) == 3
     assert [c.text for c in client.completions.create(**ask, seed=5, n=3).choices] == one
     whole = client.completions.create(**ask, seed=5).choices[0].text
@@ -79,6 +85,14 @@ def test_logprobs_and_bias(client: openai.OpenAI, places: dict[str, Path]) -> No
     assert told.top_logprobs is not None
     assert len(told.top_logprobs) == 3
     assert max(told.top_logprobs[0].values()) == pytest.approx(float(logits.max()), abs=1e-4)
+
+
+def test_a_text_for_which_every_token_is_forbidden(places: dict[str, Path]) -> None:
+    """It is an error, for that text alone."""
+    model: Any = ch.load(places["gpt"])
+    for temperature in (0.0, 1.0):
+        with pytest.raises(ch.InputError, match="forbids every token"):
+            ch.generate(model, [[5, 6]], suppress=range(model.config.vocab_size), temperature=temperature)
 
 
 def test_chat(client: openai.OpenAI) -> None:
@@ -132,13 +146,14 @@ def test_json_is_obeyed(client: openai.OpenAI) -> None:
 
 
 def test_embeddings(client: openai.OpenAI, places: dict[str, Path]) -> None:
-    texts = ["the cat", "a dog ran over the hill"]
+    texts = ["the cat", *("a dog ran over the hill " * n for n in range(1, 40))]  # more than one batch of tokens
     found = client.embeddings.create(model="encoder", input=texts)
     model: Any = ch.load(places["encoder"])
     tokens, real = ch.load_tokenizer(places["encoder"]).batch(texts)
     with torch.no_grad():
         expected = model.pooled(model.states(tokens, real), real)
     assert torch.allclose(torch.tensor([each.embedding for each in found.data]), expected, atol=1e-5)
+    assert found.usage.prompt_tokens == int(real.sum()) > PADDED
     plain = client.embeddings.create(model="encoder", input="the cat", encoding_format="float")
     assert plain.data[0].embedding == pytest.approx(expected[0].tolist(), abs=1e-5)
 
@@ -201,6 +216,12 @@ def test_translate(address: str, places: dict[str, Path]) -> None:
             "schema",
         ),
         ("embeddings", {"model": "encoder", "input": []}, 400, "input"),
+        (
+            "embeddings",
+            {"model": "encoder", "input": ["a", "cat " * 900]},
+            400,
+            "input 1 has .* tokens, and the model takes 512",
+        ),
         ("translate", {"model": "translator", "input": "a", "beams": 99}, 400, "beams"),
         ("nothing", {}, 404, "Not Found"),
     ],
