@@ -5,7 +5,7 @@ PIP_FLAGS ?= -qq
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench format clean compiler-needed
+.PHONY: help demo test check bench format clean compiler-needed browser-needed
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -14,13 +14,14 @@ demo: .venv/.installed ## Train a Transformer to read dates in 33 languages, in 
 	@$(BIN)/clearhead demo
 
 # One thread each: the test processes already fill the cores.
-test: compiler-needed .venv/.installed ## Run all tests
+test: compiler-needed browser-needed .venv/.installed node_modules/.installed ## Run all tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
-check: .venv/.installed ## Check format, lint, types, import arrows and public names
+check: .venv/.installed node_modules/.installed ## Check format, lint, types, import arrows and public names
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+	npm run --silent check
 	$(BIN)/python -m pytest tests/test_arrows.py tests/test_public_names.py
 
 bench: compiler-needed .venv-bench/.installed ## Measure speed and memory beside other libraries
@@ -53,6 +54,14 @@ endef
 .venv-bench/.installed: pyproject.toml constraints.txt
 	$(call install,.venv-bench,bench)
 
+# Only checks need these: axe-core and the type checker of the explorer's page, in the lock file's versions.
+node_modules/.installed: package.json package-lock.json
+	@command -v node >/dev/null 2>&1 && command -v npm >/dev/null 2>&1 || { \
+	  echo "error: no node or no npm found, and the explorer's page is checked with both; on Debian or Ubuntu: apt install nodejs npm, on macOS: brew install node" >&2; exit 1; }
+	@npm ci --ignore-scripts --no-audit --no-fund --loglevel=error || { \
+	  echo "installing into node_modules failed; to see every step: npm ci --ignore-scripts" >&2; exit 1; }
+	@touch $@
+
 COMMA := ,
 # What torch.compile looks for: $CXX or g++, and the headers it includes.
 CAN_COMPILE = command -v "$${CXX:-g++}" >/dev/null 2>&1 && { $(PYTHON) -c 'import os, sys, sysconfig; \
@@ -62,3 +71,8 @@ CANNOT_COMPILE = no C++ compiler or no Python headers found, and torch.compile n
 
 compiler-needed:
 	@{ $(CAN_COMPILE); } || { echo "error: $(CANNOT_COMPILE)" >&2; exit 1; }
+
+# The names that tests/browser looks for.
+browser-needed:
+	@for name in "$${CHROMIUM:-chromium}" chromium-browser google-chrome; do command -v "$$name" >/dev/null 2>&1 && exit 0; done; \
+	  echo "error: no Chromium found, and the tests open the explorer's page in one; on Debian or Ubuntu: apt install chromium, elsewhere: set CHROMIUM to its executable" >&2; exit 1

@@ -20,6 +20,7 @@ STEPS = [
     {"costs", "inside"},
     {"generation"},
     {"training"},
+    {"explorer"},
     {"serving"},
     {"cli"},
     {"__main__"},

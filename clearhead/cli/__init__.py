@@ -11,7 +11,20 @@ from typing import Annotated
 
 import typer
 
-from clearhead.cli import classify, cost, demo, embed, evaluate, generate, presets, serve, train, transcribe, translate
+from clearhead.cli import (
+    classify,
+    cost,
+    demo,
+    embed,
+    evaluate,
+    explore,
+    generate,
+    presets,
+    serve,
+    train,
+    transcribe,
+    translate,
+)
 from clearhead.errors import ClearheadError
 from clearhead.version import __version__
 
@@ -33,6 +46,7 @@ app.command("embed")(embed.run)
 app.command("classify")(classify.run)
 app.command("transcribe")(transcribe.run)
 app.command("cost")(cost.run)
+app.command("explore")(explore.run)
 app.command("serve")(serve.run)
 
 

@@ -47,8 +47,7 @@ def survey(
 
 def _narrow(weights: Float[Tensor, "H t s"], S: int, size: int) -> Float[Tensor, "H t n"]:
     """The largest weight in each of `size` parts of S columns, of which the first s are there and the others nothing."""
-    H, t, s = weights.shape
-    found = torch.zeros(H, t, size, dtype=weights.dtype, device=weights.device)
+    found = torch.zeros(*weights.shape[:2], size, dtype=weights.dtype, device=weights.device)
     for part in range(size):
         columns = weights[..., part * S // size : -(-(part + 1) * S // size)]
         if columns.shape[-1]:

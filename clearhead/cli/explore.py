@@ -1,0 +1,106 @@
+"""`clearhead explore`: a page that shows a model at work on a text; or the same as tables."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from clearhead.cli.inputs import Device, ModelName, find_device, find_model, load_model
+from clearhead.errors import InputError, MissingExtraError
+
+
+def run(
+    model: ModelName,
+    text: Annotated[str, typer.Argument(help="What the model reads at first; without it, an example.")] = "",
+    target: Annotated[
+        str | None, typer.Option(help="For a translator: what it writes. Without: its own choice.")
+    ] = None,
+    export: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write one HTML file that needs neither server nor network.")
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    no_open: Annotated[bool, typer.Option("--no-open", help="Print the address, and open no browser.")] = False,
+    sites: Annotated[
+        bool, typer.Option("--sites", help="List the places where one can look; the text is then a pattern for them.")
+    ] = False,
+    ablate: Annotated[
+        bool, typer.Option("--ablate", help="What a text, or a file with one a line, costs without each head.")
+    ] = False,
+    heads: Annotated[
+        str, typer.Option(metavar="PATTERN", help="For --ablate: these attentions, such as 'decoder.*.cross'.")
+    ] = "*",
+    bleu: Annotated[
+        bool, typer.Option("--bleu", help="For --ablate: also translate without each head, and score by --target.")
+    ] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="For --sites and --ablate: every row, as CSV.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For --sites and --ablate: every row, as JSON.")] = False,
+    device: Device = "auto",
+) -> None:
+    """Look inside a model: opens a page in the browser, served from this machine to this machine only."""
+    check_options(sites, ablate, export, heads, bleu, as_csv, as_json)
+    place = find_model(model)
+    if sites or ablate:
+        from clearhead.cli import explore_tables
+
+        form = "csv" if as_csv else "json" if as_json else "table"
+        found = load_model(place, find_device(device))
+        if sites:
+            explore_tables.print_sites(found, text, form=form)
+        else:
+            explore_tables.print_ablation(found, place, text, target=target, heads=heads, form=form, bleu=bleu)
+        return
+    name = place.stem if place.is_file() else place.resolve().name
+    if export is not None:
+        write_page(place, name, text, target, find_device(device), export)
+        return
+    serve_page(place, name, text, target, find_device(device), port, opens=not no_open)
+
+
+def check_options(
+    sites: bool, ablate: bool, export: Path | None, heads: str, bleu: bool, as_csv: bool, as_json: bool
+) -> None:
+    """Refuse what would be left undone."""
+    chosen = {"--sites": sites, "--ablate": ablate, "--export": export is not None}
+    if len(given := [name for name, is_given in chosen.items() if is_given]) > 1:
+        raise InputError(f"{' and '.join(given)} are different things to do; give one of them")
+    if as_csv and as_json:
+        raise InputError("--csv and --json are two forms of one table; give one of them")
+    if (as_csv or as_json) and not (sites or ablate):
+        raise InputError("--csv and --json are forms of a table; add --sites or --ablate")
+    if (bleu or heads != "*") and not ablate:
+        raise InputError("--heads and --bleu are for --ablate; add it, or leave them out")
+
+
+def write_page(place: Path, name: str, text: str, target: str | None, device: str, file: Path) -> None:
+    from clearhead.explorer import export_page, tokenizer_of
+
+    if not file.parent.is_dir():
+        raise InputError(f"--export {str(file)!r} is in no folder that exists; make {str(file.parent)!r} first")
+    found = load_model(place, device)
+    page = export_page(found, tokenizer_of(place, found), text, target, name=name, place=place)
+    file.write_text(page, encoding="utf-8")
+    typer.echo(f"{file}: {len(page.encode()) / 1e6:.1f} MB; opens in any browser, needs no network")
+
+
+def serve_page(place: Path, name: str, text: str, target: str | None, device: str, port: int, *, opens: bool) -> None:
+    try:
+        from clearhead.serving.app import make_app
+        from clearhead.serving.explorer import address_of
+        from clearhead.serving.hosts import open_host
+        from clearhead.serving.running import run_app
+    except ImportError as error:
+        raise MissingExtraError(
+            f"the page needs {error.name}; install clearhead[serve], or write it with --export"
+        ) from None
+
+    def ready(port: int) -> None:
+        address = address_of(port, name, text, target)
+        typer.echo(address)
+        if opens:
+            webbrowser.open(address)
+
+    hosts = {name: open_host(place, name, device=device)}
+    run_app(make_app(hosts), hosts.values(), 1.0, ready=ready, host="127.0.0.1", port=port)

@@ -1,0 +1,140 @@
+/** Change heads and watch the answer: zero one, give it its mean, or what it held in another text; or try all of them. */
+
+import {bars, button, card, complain, controls, el, keptChoice, note, percent, quoted, row, short, tableBox, textField} from './draw.js';
+import {attentionChoice, attentionOf, eachLayer, layerOf, makeGrid} from './grid.js';
+import {readChanges, writeChanges} from './state.js';
+import {samplesOf} from './tokens.js';
+
+const HOWS = /** @type {const} */ ({zero: 'zero', mean: 'its mean', patch: 'from another text'});
+
+/** @type {PanelKind['panel']} */
+export function panel(root, page) {
+  const {state} = page;
+  const result = el('div', {class: 'before-after', 'aria-live': 'polite'});
+  const chips = row();
+  const left = card('Change heads', 'Choose heads to change what they hand on; choose one again to let it be.');
+  root.append(left, card('The answer, before and after', '', result, chips));
+  const how = () => /** @type {Change['how']} */ (state.get('how', 'zero'));
+  const changed = () => readChanges(state.get('changes'));
+  /** @param {Change[]} changes */
+  const put = (changes) => state.set({changes: writeChanges(changes) || null});
+  const other = otherField(page);
+  left.append(controls(attentionChoice(page), keptChoice(state, 'how', 'zero', 'Set to', Object.entries(HOWS))), other);
+
+  /** @type {Map<string, Effect>} effects by site and head */
+  let effects = new Map();
+  let turn = 0;
+  const grid = makeGrid(left, page, {
+    label: 'Heads to change', sorts: false, filled: paint,
+    pick({site, head}) {
+      if (how() === 'patch' && !state.get('second').trim()) {
+        complain(left, 'Give the other text first; the head is given what it held there.');
+        return other.querySelector('textarea')?.focus();
+      }
+      complain(left, null);
+      const before = changed().find(is(site, head));
+      const kept = changed().filter((one) => !is(site, head)(one));
+      put(before?.how === how() ? kept : [...kept, {site, head, how: how()}]);
+    },
+    words({site, head}) {
+      const effect = effects.get(`${site}:${head}`);
+      return effect ? `zeroed: ${told(effect)}` : '';
+    },
+  });
+  const bar = el('progress', {max: 1, value: 0, hidden: true, 'aria-label': 'Sweep'});
+  const words = note('The sweep zeroes each head alone and measures what that does.');
+  const table = tableBox('The 20 heads that matter most');
+  const all = button('Try every head', () => void sweep(), 'main');
+  left.append(row(all, bar), words, table.node);
+  all.hidden = page.model().can.sweep === false;
+
+  function paint() {
+    const changes = changed();
+    const most = Math.max(1e-9, ...[...effects.values()].map(size));
+    grid.mark(({site, head}) => changes.some(is(site, head)));
+    for (const {site, head, node} of grid.heads()) {
+      const change = changes.find(is(site, head));
+      const effect = effects.get(`${site}:${head}`);
+      node.dataset.change = change ? {zero: '0', mean: 'm', patch: 'p'}[change.how] : '';
+      node.style.setProperty('--effect', String(effect ? size(effect) / most : 0));
+    }
+    other.hidden = how() !== 'patch' && !changes.some((one) => one.how === 'patch');
+    chips.replaceChildren(...changes.map((one) => {
+      const name = `layer ${layerOf(one.site)}, head ${one.head}`;
+      return button(`${name}: ${HOWS[one.how]} ×`, () => put(changes.filter((kept) => kept !== one)), 'quiet', `Undo ${name}`);
+    }), ...(changes.length > 1 ? [button('Undo all', () => put([]))] : []));
+  }
+  async function sweep() {
+    const mine = ++turn;
+    effects = new Map();
+    bar.hidden = false;
+    all.disabled = true;
+    await eachLayer(left, page, 'sweep', {}, () => mine === turn, (answer, layer, done) => {
+      bar.value = (layer + 1) / attentionOf(page).sites.length;
+      for (const effect of answer.effects) effects.set(`${effect.site}:${effect.head}`, effect);
+      paint();
+      if (done) tellSweep(answer.measure ?? '');
+    });
+    if (mine === turn) rest();
+  }
+  function rest() {
+    bar.hidden = true;
+    all.disabled = false;
+  }
+  function tellSweep(measure = '') {
+    const order = [...effects].sort(([, a], [, b]) => size(b) - size(a));
+    const name = (at = '') => `layer ${layerOf(at)}, head ${at.split(':')[1]}`;
+    words.textContent = `The longer the bar, the more it matters${measure ? ` (${measure})` : ''}. Most: ${name(order[0][0])} (${told(order[0][1])}).`;
+    table.show(['head', 'loss', 'logit'], order.map(([at, {d_loss, d_logit}]) => [name(at), signed(d_loss), signed(d_logit)]));
+  }
+  /** A sweep belongs to one text and one attention. */
+  let sweptFor = '';
+  /** @type {Update} */
+  function update(early) {
+    const {text, target, model} = page.run();
+    if (sweptFor !== (sweptFor = JSON.stringify([model, text, target, attentionOf(page).name]))) {
+      turn++;
+      effects = new Map();
+      table.show([], []);
+      rest();
+    }
+    paint();
+    grid.fill();
+    if (!early && page.reading) compare(result, page.reading);
+  }
+  state.subscribe(['changes', 'how'], paint, left);
+  state.subscribe(['attention'], () => update(), left);
+  return update;
+}
+
+/** Where patches come from: a text of as many tokens, or another sample. @param {Page} page */
+function otherField({state, model}) {
+  if (model().inputs !== 'tokens') return keptChoice(state, 'second', '', 'The other', [['', 'choose'], ...samplesOf(model())]);
+  const {area, node} = textField('The other text, as many tokens as the first', 1, (second) => state.set({second}));
+  area.value = state.get('second');
+  return node;
+}
+
+/** @param {Box} box @param {Reading} reading */
+function compare(box, {answer, plain}) {
+  if (!plain) return box.replaceChildren(note('Nothing is changed yet. Choose a head, or try them all.'));
+  // The likeliest of both, so that what fell and what rose are both seen.
+  const both = new Map([...plain.top.slice(0, 6), ...answer.top.slice(0, 6)].map((guess) => [guess.id, guess]));
+  const chance = (/** @type {Guess[]} */ top, id = 0) => top.find((guess) => guess.id === id)?.p ?? 0;
+  const side = (title = '', /** @type {Result} */ {text, top}) => el('div', {}, el('h3', {}, title), text ? el('bdi', {class: 'said'}, text) : '',
+    bars([...both.values()].map((guess) => ({...guess, p: chance(top, guess.id)}))));
+  box.replaceChildren(side('Before', plain), side('After', answer));
+  const [was, is] = [plain.top[0], answer.top[0]];
+  if (!was || !is) return;
+  const word = (/** @type {Guess} */ guess) => quoted(guess.token ?? guess.label);
+  box.append(note(was.id === is.id ? `${word(was)} stays first: ${percent(was.p)} before, ${percent(is.p)} after.`
+    : `${word(is)} takes the place of ${word(was)}, which falls from ${percent(was.p)} to ${percent(chance(answer.top, was.id))}.`));
+}
+
+const is = (site = '', head = 0) => (/** @type {Change} */ change) => change.site === site && change.head === head;
+/** @param {Effect} effect */
+const size = (effect) => Math.abs(effect.d_loss ?? effect.d_logit ?? 0);
+/** @param {Effect} effect */
+const told = ({d_loss, d_logit}) => [d_loss != null && `loss ${signed(d_loss)}`, d_logit != null && `answer's logit ${signed(d_logit)}`].filter(Boolean).join(', ');
+/** @param {number | null} [value] */
+const signed = (value) => (value == null ? '–' : `${value > 0 ? '+' : value < 0 ? '−' : ''}${short(Math.abs(value))}`);

@@ -1,0 +1,74 @@
+/** The state of a view lives in the address, so that a view is shared by sharing the address. */
+
+/** @returns {State} */
+export function makeState() {
+  const start = window.CLEARHEAD_START?.state ?? {};
+  const values = new Map(Object.entries(start));
+  /** @type {Set<{keys: string[], hear: () => void, node?: Node}>} */
+  const hearers = new Set();
+  let timer = 0;
+  readFragment();
+  window.addEventListener('hashchange', () => {
+    const before = new Map(values);
+    readFragment();
+    tell([...values.keys(), ...before.keys()].filter((key) => values.get(key) !== before.get(key)));
+  });
+
+  function readFragment() {
+    const told = new URLSearchParams(location.hash.slice(1));
+    told.delete('key');
+    if (![...told.keys()].length) return;
+    values.clear();
+    for (const [key, value] of told) values.set(key, value);
+  }
+  function fragment() {
+    return '#' + new URLSearchParams([...values].sort(([a], [b]) => (a < b ? -1 : 1)));
+  }
+  // Browsers refuse more than some 200 changes of the address in half a minute, and a slider makes more.
+  function write() {
+    clearTimeout(timer);
+    timer = window.setTimeout(() => {
+      try {
+        if (location.hash !== fragment()) history.replaceState(null, '', fragment());
+      } catch {
+        // A notebook's frame has no address of its own; its view simply is not shared.
+      }
+    }, 200);
+  }
+  /** @param {string[]} keys */
+  function tell(keys) {
+    for (const hearer of [...hearers]) {
+      if (hearer.node?.isConnected === false) hearers.delete(hearer);
+      else if (hearer.keys.some((key) => keys.includes(key))) hearer.hear();
+    }
+  }
+  return {
+    get: (key, otherwise = '') => values.get(key) ?? otherwise,
+    number(key, otherwise) {
+      const value = values.get(key);
+      return value && Number.isFinite(Number(value)) ? Number(value) : otherwise;
+    },
+    set(news) {
+      const before = new Map(values);
+      for (const [key, value] of Object.entries(news)) {
+        if (value === null) values.delete(key);
+        else values.set(key, String(value));
+      }
+      const changed = Object.keys(news).filter((key) => values.get(key) !== before.get(key));
+      if (!changed.length) return;
+      write();
+      tell(changed);
+    },
+    subscribe: (keys, hear, node) => void hearers.add({keys, hear, node}),
+  };
+}
+
+/** Changes as text: `blocks.3.attention:2:zero,...`
+ * @param {Change[]} changes */
+export const writeChanges = (changes) => changes.map(({site, head, how}) => `${site}:${head}:${how}`).join(',');
+
+/** @returns {Change[]} */
+export function readChanges(text = '') {
+  return text.split(',').map((part) => part.split(':')).filter((parts) => parts.length === 3 && /^(zero|mean|patch)$/.test(parts[2]))
+    .map(([site, head, how]) => ({site, head: Number(head), how: /** @type {Change['how']} */ (how)}));
+}

@@ -1,0 +1,54 @@
+/** A short walk for newcomers: six places, one sentence or two at each. */
+
+import {button, el} from './draw.js';
+
+/** @type {{panel: string, at: string, title: string, words: string}[]} */
+const STEPS = [
+  {panel: 'heads', at: '.given', title: 'What the model reads', words: 'The input, cut into tokens. Change it and all below follows. Point at a token to see where a head looks from there.'},
+  {panel: 'heads', at: '.answer', title: 'What it answers', words: 'The likeliest answers. What you change later shows here.'},
+  {panel: 'heads', at: '.all', title: 'Every head at once', words: 'Each small picture is one attention head. A diagonal looks at the token before; a bright first column rests on the first token.'},
+  {panel: 'heads', at: '.one', title: 'One head, large', words: 'A row looks, a column is looked at. Point to read a weight; click, then use the wheel or + and − to come closer, and drag to move.'},
+  {panel: 'lens', at: '#panel .card', title: 'Layer by layer', words: 'The lens reads the state after each layer as if it were the last. Often the answer appears midway and only grows surer.'},
+  {panel: 'intervene', at: '#panel .card', title: 'What really matters', words: 'A picture is not an explanation. Set a head to zero and see if the answer cares; “Try every head” tries them all.'},
+];
+
+/** @param {Page} page */
+export function startWalk(page) {
+  document.querySelector('.walk')?.remove();
+  const back = document.activeElement instanceof HTMLElement ? document.activeElement : null;
+  const title = el('h2', {id: 'walk-title'});
+  const words = el('p');
+  const count = el('span', {class: 'note'});
+  const before = button('Back', () => go(at - 1), 'quiet');
+  const next = button('Next', () => go(at + 1), 'main');
+  const box = el('div', {class: 'walk', role: 'dialog', 'aria-labelledby': 'walk-title', 'aria-live': 'polite', onkeydown: (event) => {
+    if (event.key === 'Escape') close();
+  }}, title, words, el('div', {class: 'row'}, count, before, next, button('Close', close, 'quiet')));
+  document.body.append(box);
+  let at = 0;
+
+  const steps = STEPS.filter(({panel}) => document.getElementById(`tab-${panel}`));
+  function go(to = 0) {
+    if (to >= steps.length) return close();
+    at = Math.max(0, to);
+    const step = steps[at];
+    page.state.set({panel: step.panel});
+    title.textContent = step.title;
+    words.textContent = step.words;
+    count.textContent = `${at + 1} of ${steps.length}`;
+    before.disabled = at === 0;
+    next.textContent = at === steps.length - 1 ? 'Done' : 'Next';
+    unmark();
+    const target = document.querySelector(step.at);
+    target?.classList.add('walked');
+    target?.scrollIntoView({block: 'nearest', behavior: matchMedia('(prefers-reduced-motion: reduce)').matches ? 'auto' : 'smooth'});
+    next.focus();
+  }
+  const unmark = () => document.querySelectorAll('.walked').forEach((node) => node.classList.remove('walked'));
+  function close() {
+    unmark();
+    box.remove();
+    back?.focus();
+  }
+  go(0);
+}

@@ -1,0 +1,74 @@
+"""One server of tiny models, one Chromium, and pages that fail a test when they complain or reach outside this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, sync_playwright
+
+from tests.browser.models import make_models
+from tests.browser.opened import Opened
+from tests.serving.running import served
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+Open = Callable[..., Opened]
+
+
+def find_chromium() -> str:
+    for name in (os.environ.get("CHROMIUM") or NAMES[0], *NAMES[1:]):
+        if found := shutil.which(name):
+            return found
+    pytest.fail(
+        f"no Chromium found (looked for $CHROMIUM, {', '.join(NAMES)}); on Debian or Ubuntu: apt install chromium"
+    )
+
+
+@pytest.fixture(scope="session")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def address(places: dict[str, Path]) -> Generator[str]:
+    with served(*map(str, places.values())) as (url, _):
+        yield url
+
+
+# Playwright holds this thread's event loop for as long as it runs, so it ends with this folder: others need the loop too.
+@pytest.fixture(scope="package")
+def chromium() -> Generator[Browser]:
+    executable = find_chromium()
+    with sync_playwright() as playwright:
+        args = ["--no-sandbox"] if os.geteuid() == 0 else []
+        browser = playwright.chromium.launch(executable_path=executable, args=args)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(chromium: Browser, address: str) -> Generator[Open]:
+    """Opens the page at a view: `open_page(model="gpt", panel="lens")`; what went wrong by the end of the test fails it."""
+    opened: list[Opened] = []
+
+    def open_one(at: str | None = None, *, script: str = "", **state: str | int) -> Opened:
+        theme = state.pop("system", "light")
+        width, height = int(state.pop("width", 1280)), int(state.pop("height", 900))
+        context = chromium.new_context(
+            viewport={"width": width, "height": height},
+            color_scheme="dark" if theme == "dark" else "light",
+            reduced_motion="reduce",
+        )
+        one = Opened(context, at or address, script)
+        opened.append(one)
+        one.go(**state)
+        return one
+
+    yield open_one
+    for one in opened:
+        one.context.close()
+    for one in opened:
+        one.check()

@@ -1,0 +1,78 @@
+"""`clearhead explore` as it is typed."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from clearhead.cli import app
+from clearhead.errors import ClearheadError
+from tests.test_cli_explore_tables import make
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    top = tmp_path_factory.mktemp("models")
+    for name, preset in (("gpt", "gpt2"), ("pair", "transformer-base")):
+        make(top / name, preset, **({"n_decoder_layers": 2} if name == "pair" else {}))
+    return {name: top / name for name in ("gpt", "pair")}
+
+
+def explore(*words: object) -> Result:
+    return CliRunner().invoke(app, ["explore", *map(str, words)])
+
+
+def test_sites_are_listed_and_filtered(folders: dict[str, Path]) -> None:
+    found = explore(folders["gpt"], "--sites")
+    assert found.exit_code == 0, found.output
+    assert "blocks.*.attention.weights" in found.output
+    listed = json.loads(explore(folders["gpt"], "blocks.1.*.q", "--sites", "--json").output)
+    assert listed == [{"site": "blocks.1.attention.q", "shape": "(B, H, T, E)", "here": "(B, 3, T, 8)"}]
+
+
+def test_every_head_is_taken_away_once(folders: dict[str, Path]) -> None:
+    rows = list(csv.DictReader(io.StringIO(explore(folders["gpt"], "the cat sat on", "--ablate", "--csv").output)))
+    assert {(row["place"], row["head"]) for row in rows} == {
+        (f"blocks.{layer}.attention", str(head)) for layer in range(2) for head in range(3)
+    }
+    table = explore(folders["pair"], "the cat", "--target", "the mat", "--ablate", "--heads", "decoder.*.cross")
+    assert table.exit_code == 0, table.output
+    assert "decoder.blocks.1.cross" in table.output
+    assert "encoder.blocks" not in table.output
+    told = explore(
+        folders["pair"], "the cat", "--target", "the mat", "--ablate", "--bleu", "--json", "--heads", "*.0.cross"
+    )
+    assert set(json.loads(told.output)["base"]) == {"loss", "logit", "bleu", "chrf"}
+
+
+def test_a_page_is_written(folders: dict[str, Path], tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    found = explore(folders["gpt"], "the cat sat", "--export", file)
+    assert found.exit_code == 0, found.output
+    assert "needs no network" in found.output
+    assert "CLEARHEAD_ANSWERS" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--sites", "--ablate"], "--sites and --ablate are different things"),
+        (["--csv"], "add --sites or --ablate"),
+        (["x", "--ablate", "--csv", "--json"], "give one of them"),
+        (["x", "--bleu"], "are for --ablate"),
+        (["nothing.*", "--sites"], "no site matches 'nothing.*'"),
+        (["--ablate"], "needs a text"),
+        (["the cat", "--ablate", "--heads", "decoder.*"], "no attention matches 'decoder.*'"),
+        (["the cat", "--export", "no/such/folder/page.html"], "is in no folder that exists"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(folders: dict[str, Path], words: list[str], said: str) -> None:
+    found = explore(folders["gpt"], *words)
+    assert found.exit_code == 1
+    assert isinstance(found.exception, ClearheadError)  # which the program's door prints as one line
+    assert said in str(found.exception)
