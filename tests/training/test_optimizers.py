@@ -225,10 +225,14 @@ def test_scale_sets_every_rate():
         assert rates == [0.03 * share, 0.03 * share, 0.07 * share]
 
 
-def test_gradients_stay_where_they_are_at_zero():
+def test_recorded_gradients_stay_where_they_are_at_zero():
     model = tiny("gpt2", dtype=torch.float32)
     optimizers = Optimizers(model, Train(), lr=0.1)
     fill(model, 0)
+    optimizers.zero_grad()
+    assert all(p.grad is None for p in model.parameters())  # the next pass need not read them to add to them
+    fill(model, 0)
+    optimizers.record = True
     places = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
     optimizers.zero_grad()
     assert [p.grad.data_ptr() for p in model.parameters() if p.grad is not None] == places

@@ -118,12 +118,13 @@ function otherField({state, model}) {
 /** @param {Box} box @param {Reading} reading */
 function compare(box, {answer, plain}) {
   if (!plain) return box.replaceChildren(note('Nothing is changed yet. Choose a head, or try them all.'));
-  // The likeliest of both, so that what fell and what rose are both seen.
+  // Of both, so that what fell or rose is seen.
   const both = new Map([...plain.top.slice(0, 6), ...answer.top.slice(0, 6)].map((guess) => [guess.id, guess]));
   const chance = (/** @type {Guess[]} */ top, id = 0) => top.find((guess) => guess.id === id)?.p ?? 0;
-  const side = (title = '', /** @type {Result} */ {text, top}) => el('div', {}, el('h3', {}, title), text ? el('bdi', {class: 'said'}, text) : '',
-    bars([...both.values()].map((guess) => ({...guess, p: chance(top, guess.id)}))));
+  const side = (title = '', /** @type {Result} */ {text, top}) => el('div', {}, el('h3', {}, title), text ? el('bdi', {class: 'said'}, text)
+    : bars([...both.values()].map((guess) => ({...guess, p: chance(top, guess.id)}))));
   box.replaceChildren(side('Before', plain), side('After', answer));
+  if (plain.text) return box.append(note(plain.text === answer.text ? 'The text stays.' : 'The text changes.'));
   const [was, is] = [plain.top[0], answer.top[0]];
   if (!was || !is) return;
   const word = (/** @type {Guess} */ guess) => quoted(guess.token ?? guess.label);
