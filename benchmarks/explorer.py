@@ -14,12 +14,8 @@ import os
 import re
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -27,6 +23,7 @@ from urllib.parse import quote
 from playwright.sync_api import Browser, Page, sync_playwright
 from report import Table, save
 from rich.console import Console
+from served import served
 
 import clearhead as ch
 from clearhead.inside.pages import FILES
@@ -85,22 +82,6 @@ def make_text(place: Path, n_tokens: int, turn: int) -> str:
     return " ".join(words)
 
 
-@contextmanager
-def served(place: Path) -> Generator[tuple[str, int]]:
-    """The server's address and process."""
-    command = [sys.executable, "-m", "clearhead", "serve", f"model={place}", "--port", "0", "--device", "cpu"]
-    log = Path(tempfile.mkdtemp()) / "log"
-    with log.open("w") as out, subprocess.Popen(command, stderr=out, stdout=out) as process:
-        try:
-            while not (found := re.search(r"running on (http://\S+)", log.read_text())):
-                if process.poll() is not None:
-                    raise SystemExit(log.read_text())
-                time.sleep(0.1)
-            yield found[1], process.pid
-        finally:
-            process.terminate()
-
-
 def memory(pid: int, kind: str) -> float:
     """Of a process, in MB: "VmRSS" now, "VmHWM" at its highest."""
     found = re.search(rf"{kind}:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
@@ -155,7 +136,7 @@ def main() -> None:
     began = time.monotonic()
     place = args.model or make_model(Path(tempfile.mkdtemp()))
     texts = [make_text(place, args.tokens, turn) for turn in range(args.rounds + 1)]
-    with served(place) as (address, pid), sync_playwright() as playwright:
+    with served({"model": place}) as (address, pid), sync_playwright() as playwright:
         root = ["--no-sandbox"] if os.geteuid() == 0 else []
         browser = playwright.chromium.launch(executable_path=chromium, args=root)
         visit(browser, address, " ".join(texts[0].split()[:20]), 3)  # both sides compile and allocate once

@@ -10,38 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
 import openai
+from served import served
 
 QUESTIONS = ["What is the capital of France?", "Write one sentence about the sea."]
 TEXTS = ["A man is playing a guitar.", "Somebody makes music.", "The stock market fell today."]
-
-
-@contextmanager
-def served(models: dict[str, Path]) -> Generator[str]:
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        command = [sys.executable, "-m", "clearhead", "serve", "--port", "0", "--device", "cpu"]
-        command += [f"{name}={place}" for name, place in models.items()]
-        with log.open("w") as out, subprocess.Popen(command, stderr=out, stdout=out) as process:
-            try:
-                while not (found := re.search(r"running on (http://\S+)", log.read_text())):
-                    if process.poll() is not None:
-                        raise SystemExit(log.read_text())
-                    time.sleep(0.1)
-                yield found[1]
-            finally:
-                process.terminate()
 
 
 def chat(client: openai.OpenAI) -> None:
@@ -96,7 +74,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=Path)
     asked = parser.parse_args()
     models = {name: getattr(asked, name) for name in ("chat", "embed", "speech", "dates") if getattr(asked, name)}
-    with served(models) as url:
+    with served(models) as (url, _):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         print("served:", ", ".join(model.id for model in client.models.list()))
         if asked.chat:
