@@ -13,16 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
-import sys
 import tempfile
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from served import served
 
 import clearhead as ch
 
@@ -103,19 +100,6 @@ def score(place: Path, questions: list[dict[str, Any]]) -> tuple[dict[str, float
     return {"acc": right / len(questions), "acc_norm": right_norm / len(questions)}, told
 
 
-@contextmanager
-def served(place: Path, log: Path) -> Generator[str]:
-    command = [sys.executable, "-m", "clearhead", "serve", f"model={place}", "--port", "0", "--device", "cpu"]
-    with log.open("w") as out, subprocess.Popen(command, stderr=out, stdout=out) as process:
-        try:
-            while not (found := re.search(r"running on (http://\S+)", log.read_text())):
-                if process.poll() is not None:
-                    raise SystemExit(log.read_text())
-            yield found[1]
-        finally:
-            process.terminate()
-
-
 def evaluate(tool: str, url: str, tokens: Path, folder: Path) -> tuple[dict[str, float], list[list[float]]]:
     """What lm-eval finds through HTTP."""
     facts = f"model=model,base_url={url}/v1/completions,tokenizer={tokens},num_concurrent=4,max_length=128"
@@ -145,7 +129,7 @@ def main() -> None:
         (folder / "beasts.yaml").write_text(TASK.format(data=data))
         place = asked.model or make_model(folder, questions)
         direct, ours = score(place, questions)
-        with served(place, folder / "log") as url:
+        with served({"model": place}) as (url, _):
             through, theirs = evaluate(asked.lm_eval, url, place, folder)
     furthest = max(abs(a - b) for one, other in zip(ours, theirs, strict=True) for a, b in zip(one, other, strict=True))
     print(f"{len(questions)} questions; lm-eval through HTTP: {through}; directly: {direct}")

@@ -20,8 +20,6 @@ import os
 import random
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -34,6 +32,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import torch
+from served import served
 
 import clearhead as ch
 from clearhead.generation import Engine, Request
@@ -71,27 +70,6 @@ def make_model(folder: Path, width: int, layers: int, vocab: int) -> Path:
     place = ch.save(model, folder / "tiny")
     tokenizer.save(place)
     return place
-
-
-@contextmanager
-def served(place: Path) -> Generator[tuple[int, int]]:
-    """The server's port and process."""
-    command = [sys.executable, "-m", "clearhead", "serve", f"tiny={place}", "--port", "0", "--device", "cpu"]
-    # Few blocks: memory that is touched for the first time would look like a leak.
-    command += ["--streams", "4096", "--max-tokens", "16384"]
-    log = place.parent / "log"
-    with (
-        log.open("w") as out,
-        subprocess.Popen(command, stderr=out, stdout=out) as process,
-    ):
-        try:
-            while not (found := re.search(r"running on http://\S+?:(\d+)", log.read_text())):
-                if process.poll() is not None:
-                    raise SystemExit(log.read_text())
-                time.sleep(0.1)
-            yield int(found[1]), process.pid
-        finally:
-            process.terminate()
 
 
 def memory(pid: int) -> float:
@@ -227,7 +205,9 @@ def main() -> None:
         torch.set_num_threads(len(ours) or 1)
     with tempfile.TemporaryDirectory() as folder:
         place = make_model(Path(folder), asked.width, asked.layers, asked.vocab)
-        with served(place) as (port, pid):
+        # Few blocks: memory that is touched for the first time would look like a leak.
+        with served({"tiny": place}, "--streams", "4096", "--max-tokens", "16384") as (url, pid):
+            port = int(url.rsplit(":", 1)[1])
             asyncio.run(load(port, 8, make_asked(32, asked.tokens), time.perf_counter() + 60))
             if asked.compare:
                 compare(asked, place, port, pid, clients)

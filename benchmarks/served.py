@@ -13,12 +13,12 @@ from pathlib import Path
 
 
 @contextmanager
-def served(models: Mapping[str, Path]) -> Generator[tuple[str, int]]:
+def served(models: Mapping[str, Path], *options: str) -> Generator[tuple[str, int]]:
     """Its address and process, with these models under these names."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         command = [sys.executable, "-m", "clearhead", "serve", "--port", "0", "--device", "cpu"]
-        command += [f"{name}={place}" for name, place in models.items()]
+        command += [*(f"{name}={place}" for name, place in models.items()), *options]
         with log.open("w") as out, subprocess.Popen(command, stderr=out, stdout=out) as process:
             try:
                 while not (found := re.search(r"running on (http://\S+)", log.read_text())):
