@@ -8,7 +8,9 @@ Names are looked up when first used, so that importing this, and `clearhead --he
 
 from __future__ import annotations
 
+import gc
 import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from clearhead.version import __version__
@@ -91,9 +93,23 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _ROOMS:
         raise AttributeError(f"clearhead has no {name!r}; it has {', '.join(__all__)}")
-    value = getattr(importlib.import_module(f"clearhead.{_ROOMS[name]}"), name)
+    value = getattr(_import(_ROOMS[name]), name)
     globals()[name] = value
     return value
+
+
+def _import(room: str) -> ModuleType:
+    """A room, while Python does not look for garbage: torch makes half a million objects that stay, and each look takes longer."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(f"clearhead.{room}")
+    finally:
+        if gc.get_freeze_count() == 0:
+            gc.freeze()  # and back again: they now count as old, and the next look is not at them
+            gc.unfreeze()
+        if was_on:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -1,17 +1,20 @@
-"""Files of weights, read tensor by tensor: safetensors (one or many), and torch's own files without ever running a pickle.
+"""Files of weights: safetensors (one or many), and torch's own files without ever running a pickle.
 
-A tensor's bytes go from the file straight into the memory they are for, so loading needs no second copy of the model.
+Files of plain numbers are mapped, not read: a tensor is the file's pages, as they lie in the operating system's cache. They are
+shared with every process that has the file open; writing to one makes a copy of the page, for this process alone.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import mmap
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -31,7 +34,9 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHECKSUMS = "clearhead.crc32"  # the key, in a file's metadata, of a checksum for each tensor
+ALIGNMENT = 64  # bytes: where torch puts its own tensors, and where the numbers of our files start
 
 
 class Weights(ABC):
@@ -42,11 +47,16 @@ class Weights(ABC):
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU, as it is stored."""
+        """One tensor, on the CPU, as it is stored; not to be written to."""
 
     def read_into(self, name: str, out: Tensor) -> None:
         """One tensor into memory that is already there, on any device, in its type."""
         out.copy_(self.read(name))
+
+    def find(self, names: Sequence[str]) -> Tensor | None:
+        """These tensors as one, where they lie one below the other in memory that may be kept and written to, and as a
+        tensor of torch's own would: products of the same numbers at another alignment can differ in their last bits."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -62,25 +72,56 @@ class Stored(Weights):
 
     def __init__(self) -> None:
         self.shapes, self.dtypes, self.places = {}, {}, dict[str, Place]()
+        self.maps: dict[Path, mmap.mmap | bytearray] = {}
+
+    def map(self, file: Path) -> None:
+        """Before a tensor of this file is read."""
+        with file.open("rb") as stream:
+            try:
+                self.maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            except (OSError, ValueError):  # some file systems can not
+                self.maps[file] = bytearray(stream.read())
 
     def read(self, name: str) -> Tensor:
-        out = torch.empty(self.shapes[name], dtype=self.dtypes[name])
-        self.read_into(name, out)
-        return out
+        self._check(name)
+        return self._tensor(self.places[name], self.shapes[name], self.dtypes[name])
 
-    def read_into(self, name: str, out: Tensor) -> None:
+    def find(self, names: Sequence[str]) -> Tensor | None:
+        first, dtype = self.places[names[0]], self.dtypes[names[0]]
+        if first.start % ALIGNMENT:
+            return None
+        end = first.start
+        for name in names:
+            place = self.places[name]
+            if place.file != first.file or place.start != end or self.dtypes[name] != dtype:
+                return None
+            end += place.nbytes
+        for name in names:
+            self._check(name)
+        rows = sum(self.shapes[name][0] for name in names) if len(names) > 1 else 0
+        shape = (rows, *self.shapes[names[0]][1:]) if rows else self.shapes[names[0]]
+        return self._tensor(first, shape, dtype)
+
+    def _tensor(self, place: Place, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        count = math.prod(shape)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        if place.start % dtype.itemsize:  # no processor promises to compute with these
+            nbytes = count * dtype.itemsize
+            raw = torch.frombuffer(self.maps[place.file], dtype=torch.uint8, offset=place.start, count=nbytes)
+            return raw.clone().view(dtype).view(shape)
+        return torch.frombuffer(self.maps[place.file], dtype=dtype, offset=place.start, count=count).view(shape)
+
+    def _check(self, name: str) -> None:
         place = self.places[name]
-        if out.device.type != "cpu" or out.dtype != self.dtypes[name] or not out.is_contiguous():
-            out.copy_(self.read(name))
-            return
-        memory = out.view(-1).view(torch.uint8).numpy().data if place.nbytes else memoryview(bytearray())
-        with place.file.open("rb") as stream:
-            _read_exactly(stream, place, memory, name)
-        if place.crc is not None and zlib.crc32(memory) != place.crc:
-            raise CheckpointError(
-                f"{place.file.name}: {name!r} does not match its checksum; the file was damaged, or only half of a save "
-                f"arrived; fetch or save it again"
-            )
+        with memoryview(self.maps[place.file]) as memory, memory[place.start : place.start + place.nbytes] as here:
+            if len(here) < place.nbytes:
+                raise CheckpointError(f"{place.file.name} ends inside {name!r}; fetch or save it again")
+            if place.crc is not None and zlib.crc32(here) != place.crc:
+                raise CheckpointError(
+                    f"{place.file.name}: {name!r} does not match its checksum; the file was damaged, or only half of a "
+                    f"save arrived; fetch or save it again"
+                )
 
 
 class SafeTensors(Stored):
@@ -93,13 +134,13 @@ class SafeTensors(Stored):
 
     def _open(self, file: Path) -> None:
         try:
-            with safe_open(
-                file, framework="pt"
-            ):  # the library checks the header: sizes, offsets, no holes, no overlaps
+            # The library checks the header: sizes, offsets, no holes, no overlaps.
+            with safe_open(file, framework="pt"):
                 pass
             with file.open("rb") as stream:
                 length = int.from_bytes(stream.read(8), "little")
                 header: dict[str, Any] = json.loads(stream.read(length))
+            self.map(file)
         except OSError as error:
             raise CheckpointError(f"{file} can not be read ({error.strerror or error}); is the path right?") from None
         except Exception as error:  # safetensors raises its own type, and json's
@@ -119,14 +160,27 @@ class SafeTensors(Stored):
             self.places[name] = Place(file, 8 + length + begin, end - begin, checksums.get(name))
 
 
-def _read_exactly(stream: BinaryIO, place: Place, memory: memoryview, name: str) -> None:
-    stream.seek(place.start)
-    done = 0
-    while done < place.nbytes:
-        count = stream.readinto(memory[done:])  # type: ignore[attr-defined]
-        if not count:
-            raise CheckpointError(f"{place.file.name} ends inside {name!r}; fetch or save it again")
-        done += count
+def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """One file: a header, then the numbers in the order given (wide types first), so that what belongs together lies together.
+
+    The tensors are on the CPU and contiguous. The same ones make the same file.
+    """
+    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    memory = {name: tensors[name].view(-1).view(torch.uint8).numpy().data for name in order if tensors[name].numel()}
+    checksums = {name: zlib.crc32(memory[name]) if name in memory else 0 for name in order}
+    header: dict[str, Any] = {"__metadata__": {CHECKSUMS: json.dumps(checksums), "format": "pt"}}
+    at = 0
+    for name in order:
+        tensor = tensors[name]
+        place = [at, at + tensor.nbytes]
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        at = place[1]
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(-(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT - 8)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for numbers in memory.values():
+            stream.write(numbers)
 
 
 class Tensors(Weights):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,21 @@ class Gguf(Stored):
                     self._unpack(np.zeros((1, nbytes), np.uint8), kind)  # refuses here what can not be read later
                     self.packed[name] = kind
             self._check_places()
+            self.map(path)
         except OSError as error:
             raise CheckpointError(f"{path} can not be read ({error.strerror or error}); is the path right?") from None
         except (ValueError, KeyError, OverflowError, NotImplementedError, struct.error) as error:
             raise CheckpointError(f"{path} is not a whole GGUF file ({error}); fetch it again") from None
+
+    def read(self, name: str) -> Tensor:
+        if name not in self.packed:
+            return super().read(name)
+        out = torch.empty(self.shapes[name])
+        self.read_into(name, out)
+        return out
+
+    def find(self, names: Sequence[str]) -> Tensor | None:
+        return None if any(name in self.packed for name in names) else super().find(names)
 
     def read_into(self, name: str, out: Tensor) -> None:
         if name not in self.packed:

@@ -49,6 +49,7 @@ def describe(path: Path) -> Found:
     if min(*sizes[:5], abs(vocab_size), max_len) < 1 or d_model % n_heads or n_heads % n_kv_heads:
         raise CheckpointError(f"{path} starts with the sizes {sizes}, which no model has; is it llama2.c's .bin?")
     weights = Stored()
+    weights.map(path)
     at = HEADER.size
     d_kv = d_model // n_heads * n_kv_heads
     layout = {

@@ -14,10 +14,11 @@ import torch
 
 from clearhead.checkpoint import gguf, llama2c, openai_whisper
 from clearhead.checkpoint.files import Weights, open_weights, read_json
+from clearhead.checkpoint.filling import fill
 from clearhead.checkpoint.found import Found, check_layers
 from clearhead.checkpoint.gguf_file import MAGIC
 from clearhead.checkpoint.hub import download
-from clearhead.checkpoint.names import Match, expand, matches_any, pair_up, read_all
+from clearhead.checkpoint.names import Match, expand, matches_any, pair_up
 from clearhead.checkpoint.sentences import read_modules
 from clearhead.config import Config, Generation
 from clearhead.errors import CheckpointError, ConfigError, InputError, did_you_mean
@@ -43,6 +44,8 @@ def load(
 
     `path` is a folder of ours, a Hugging Face folder, a name on its hub, a .gguf file, llama2.c's .bin or OpenAI's Whisper .pt.
     Weights go straight to `device` and `dtype`: by default the CPU, and the type they are stored in (float32 for quantised ones).
+    On the CPU they stay in the file where it holds them as the model does, and are read when they are used: the file may be
+    replaced, as `save` does, but must not be written into.
     `image_size` is for models of pictures: their positions are interpolated to pictures of that size. `quantize`, "int8" or
     "int4", holds the weights in fewer bits, for running only.
     """
@@ -62,9 +65,7 @@ def load(
         tied=found.config.tie_embeddings,
         unused=found.unused + found.extras,
     )
-    model = model.to_empty(device=device or "cpu")  # only now that everything fits is memory taken
-    with torch.no_grad():
-        read_all(pairings, found.weights, model.state_dict())
+    fill(model, pairings, found.weights, torch.device(device or "cpu"))  # only now that everything fits is memory taken
     model.generation = found.generation
     spare = found.weights.shapes.keys() - {pairing.key for pairing in pairings}
     model.extras = {key: found.weights.read(key) for key in sorted(spare) if matches_any(key, found.extras)}

@@ -43,18 +43,18 @@ class Match:
         whole = (sum(part[0] for part in parts), *parts[0][1:])
         return whole[::-1] if self.how == "transpose" else (1,) * FRONT.get(self.how, 0) + whole
 
-    def into(self, tensor: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-        """The file's tensor as the model's."""
+    def into(self, tensor: Tensor) -> Tensor:
+        """The file's tensor as the model's, or as several of the model's, one below the other."""
         if self.how == "transpose":
-            tensor = tensor.T
-        elif self.how in FRONT:
-            tensor = tensor[(0,) * FRONT[self.how]]
-        elif self.how == "interleaved":
-            tensor = tensor.unflatten(0, (-1, self.d_head // 2, 2)).transpose(1, 2).flatten(0, 2)
-        elif self.how in ("halves_in", "halves_out"):
+            return tensor.T
+        if self.how in FRONT:
+            return tensor[(0,) * FRONT[self.how]]
+        if self.how == "interleaved":
+            return tensor.unflatten(0, (-1, self.d_head // 2, 2)).transpose(1, 2).flatten(0, 2)
+        if self.how in ("halves_in", "halves_out"):
             axis = tensor.ndim - 1 if self.how == "halves_in" else 0
-            tensor = tensor.unflatten(axis, (2, -1)).transpose(axis, axis + 1).flatten(axis, axis + 1)
-        return tensor.split(sizes) if len(sizes) > 1 else (tensor,)
+            return tensor.unflatten(axis, (2, -1)).transpose(axis, axis + 1).flatten(axis, axis + 1)
+        return tensor
 
     def back(self, tensors: Sequence[Tensor]) -> Tensor:
         """The model's tensors as the file's."""
@@ -135,23 +135,6 @@ def pair_up(
             f"({', '.join(left[:5]) or 'none'}); is this the right config?"
         )
     return pairings
-
-
-def read_all(pairings: Iterable[Pairing], weights: Weights, targets: Mapping[str, Tensor]) -> None:
-    """Read the numbers into the model's tensors; what is stored twice must be the same twice."""
-    for pairing in pairings:
-        key, match, ours = pairing.key, pairing.match, pairing.ours
-        if pairing.first is not None:
-            if not torch.equal(weights.read(key), weights.read(pairing.first)):
-                raise CheckpointError(
-                    f"{key!r} and {pairing.first!r} are one tensor in this model, but differ; is tie_word_embeddings right?"
-                )
-        elif len(ours) == 1 and not match.how:
-            weights.read_into(key, targets[ours[0]])
-        else:
-            pieces = match.into(weights.read(key), [targets[name].shape[0] for name in ours])
-            for name, piece in zip(ours, pieces, strict=True):
-                targets[name].copy_(piece)
 
 
 def write_all(state: Mapping[str, Tensor], matches: Iterable[Match]) -> dict[str, Tensor]:

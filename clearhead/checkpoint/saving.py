@@ -10,18 +10,14 @@ import json
 import os
 import shutil
 import tempfile
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from clearhead.checkpoint.files import CHECKSUMS
+from clearhead.checkpoint.files import write_safetensors
 from clearhead.checkpoint.names import expand, write_all
 from clearhead.checkpoint.sentences import write_modules
 from clearhead.config import Config, Generation
@@ -62,9 +58,9 @@ def save(
             _move(work, path)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-    except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
+    except OSError as error:
         raise CheckpointError(
-            f"{path} could not be written ({getattr(error, 'strerror', None) or error}); what was there before is untouched"
+            f"{path} could not be written ({error.strerror or error}); what was there before is untouched"
         ) from None
     return path
 
@@ -130,30 +126,12 @@ def _write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int) 
     for number, names in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         # One shard at a time on the CPU, whatever device the model is on.
-        tensors = {name: state[name].detach().cpu().contiguous() for name in names}
-        crcs = {
-            name: zlib.crc32(t.view(-1).view(torch.uint8).numpy().data) if t.numel() else 0
-            for name, t in tensors.items()
-        }
-        save_file(tensors, folder / file, metadata={"format": "pt", CHECKSUMS: json.dumps(crcs)})
-        _order_header(folder / file)
+        write_safetensors(folder / file, {name: state[name].detach().cpu().contiguous() for name in names})
         weight_map.update(dict.fromkeys(names, file))
     if len(shards) > 1:
         total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _order_header(file: Path) -> None:
-    """The metadata in a fixed order, where safetensors writes it in a random one: the same model is the same file."""
-    with file.open("r+b") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        assert len(text) <= length
-        stream.seek(8)
-        stream.write(text.ljust(length))
 
 
 def _move(work: Path, path: Path) -> None:

@@ -5,7 +5,12 @@ May import: errors, config, layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from clearhead.config import Config
 from clearhead.errors import ConfigError
@@ -28,13 +33,33 @@ def build(
     """
     check_config(config)
     shapes = {"decoder": Decoder, "encoder": Encoder, "encoder-decoder": EncoderDecoder}
-    with torch.device("meta"):  # nothing is filled twice, and a model too large fails before memory is touched
+    # Nothing is filled twice, and a model too large fails before memory is touched.
+    with torch.device("meta"), Undrawn():
         model = shapes[config.shape](config).to(dtype or torch.get_default_dtype())
     target = torch.device(device) if device is not None else torch.get_default_device()
     if target.type != "meta":
-        model = model.to_empty(device=target)
+        take_memory(model, target)
         initialise(model, config, seed)
     return model
+
+
+def take_memory(model: Model, device: torch.device) -> None:
+    """What has only a shape gets memory; what is in it is anybody's guess. torch's `to_empty` would load sympy first."""
+    model._apply(  # pyright: ignore[reportPrivateUsage]
+        lambda x: torch.empty(x.shape, dtype=x.dtype, device=device) if x.is_meta else x
+    )
+
+
+class Undrawn(TorchFunctionMode):
+    """No first values. The meta device holds none, but its way to draw none loads torch's compiler, which takes a second."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func is Tensor.normal_ or getattr(func, "__module__", "") == "torch.nn.init":
+            return (*args, *given.values())[0]
+        return func(*args, **given)
 
 
 def check_config(config: object) -> None:

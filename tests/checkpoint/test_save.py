@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 import clearhead as ch
 from clearhead.checkpoint import load, save
-from clearhead.checkpoint.files import open_weights
+from clearhead.checkpoint.files import open_weights, write_safetensors
 from clearhead.config import Generation
 from clearhead.errors import CheckpointError
 
@@ -110,7 +111,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pyte
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("clearhead.checkpoint.saving.save_file", full)
+    monkeypatch.setattr("clearhead.checkpoint.saving.write_safetensors", full)
     with pytest.raises(CheckpointError, match="No space left"):
         save(tiny("gpt2", n_layers=1), tmp_path / "x")
     assert same(model, load(tmp_path / "x"))
@@ -208,3 +209,93 @@ def test_a_hub_name_without_network_says_both(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(CheckpointError, match=r"pip install 'clearhead\[hub\]'"):
         load("someone/model")
+
+
+def test_parameters_are_the_files_own_pages(tmp_path: Path) -> None:
+    """Nothing is copied: every parameter of our own layout lies in the mapped file, fused ones too, at whole cache lines."""
+    model = tiny("llama-7b", d_model=32, n_heads=4, d_head=8, n_kv_heads=2, d_ff=64, vocab_size=64)
+    file = (save(model, tmp_path / "x") / "model.safetensors").resolve()
+    again = load(tmp_path / "x")
+    spans: list[tuple[int, int]] = []
+    for line in Path("/proc/self/maps").read_text().splitlines() if Path("/proc/self/maps").exists() else ():
+        if line.endswith(str(file)):
+            first, last = (int(end, 16) for end in line.split()[0].split("-"))
+            spans.append((first, last))
+    if not spans:
+        pytest.skip("this system does not tell what is mapped")
+    for name, parameter in again.named_parameters():
+        at = parameter.data_ptr()
+        assert any(first <= at and at + parameter.nbytes <= last for first, last in spans), name
+        assert at % 64 == 0, name
+        assert parameter.requires_grad
+
+
+@pytest.mark.parametrize("format", ["clearhead", "hf"])
+def test_a_loaded_model_is_its_own(tmp_path: Path, format: str) -> None:
+    """Training it changes no file; saving over the file it came from, or losing it, changes no model."""
+    model = tiny("gpt2")
+    save(model, tmp_path / "x", format=format)
+    before = (tmp_path / "x" / "model.safetensors").read_bytes()
+    first, second = load(tmp_path / "x"), load(tmp_path / "x")
+    with torch.no_grad():
+        for parameter in first.parameters():
+            parameter.add_(1.0)
+    assert (tmp_path / "x" / "model.safetensors").read_bytes() == before
+    assert same(second, model)
+    save(first, tmp_path / "x", format=format)
+    assert same(second, model)
+    assert same(load(tmp_path / "x"), first)
+    shutil.rmtree(tmp_path / "x")
+    assert same(second, model)
+
+
+def test_a_file_system_that_can_not_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(19, "No such device")
+
+    model = tiny("gpt2")
+    save(model, tmp_path / "x", shard_bytes=2000)
+    monkeypatch.setattr("clearhead.checkpoint.files.mmap.mmap", refuse)
+    assert same(model, load(tmp_path / "x"))
+
+
+def test_numbers_that_start_anywhere(tmp_path: Path) -> None:
+    """The format asks for no alignment: a header of any length is read."""
+    model = tiny("gpt2")
+    file = save(model, tmp_path / "x") / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + length].rstrip()
+    header += b" " * (1 - len(header) % 2)  # odd: no number starts where its type would like to
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+    assert same(model, load(tmp_path / "x"))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16, torch.float64), (torch.float16, torch.float32)])
+def test_other_readers_read_what_is_written(tmp_path: Path, dtypes: tuple[torch.dtype, ...]) -> None:
+    from safetensors.torch import load_file
+
+    tensors = {f"t{n}": torch.randn(n, 3).to(dtypes[n % len(dtypes)]) for n in range(7)}
+    write_safetensors(tmp_path / "x.safetensors", tensors)
+    again = load_file(tmp_path / "x.safetensors")
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[name], tensors[name]) and again[name].dtype == tensors[name].dtype for name in tensors)
+
+
+QUICK = """
+import sys
+import clearhead as ch
+model = ch.load(sys.argv[1])
+ch.generate(model, [[1, 2, 3]], max_new_tokens=2)
+heavy = [name for name in ("torch._dynamo", "sympy", "transformers", "rich", "typer", "scipy", "pandas") if name in sys.modules]
+print(heavy)
+"""
+
+
+def test_loading_and_writing_import_no_compiler(tmp_path: Path) -> None:
+    """What torch imports for itself takes a second; a model on the meta device must not ask for its compiler, nor for sympy."""
+    save(tiny("gpt2"), tmp_path / "x", format="hf")
+    found = subprocess.run(
+        [sys.executable, "-c", QUICK, str(tmp_path / "x")], check=True, timeout=300, capture_output=True, text=True
+    )
+    assert found.stdout.strip() == "[]"
