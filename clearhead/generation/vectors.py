@@ -1,12 +1,14 @@
 """One vector a text, for search and comparison.
 
-On a CUDA GPU in 16 bits, texts lie one after the other in one row and nothing is spent on padding. Elsewhere texts of like length
-are computed together.
+Where attention goes from text to text (on a CPU, and on a CUDA GPU in 16 bits), texts lie one after the other in one row and
+nothing is spent on padding. Elsewhere texts of like length are computed together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from itertools import chain
 from typing import Literal
 
@@ -18,14 +20,18 @@ from torch import Tensor
 
 from clearhead.data import Tokenizer
 from clearhead.errors import InputError
+from clearhead.layers.kernels import goes_by_spans
 from clearhead.layers.masks import packed
+from clearhead.layers.onednn import laid_out
 from clearhead.models import Encoder
 from clearhead.models.head import Pool
 
 Pooling = Literal["model", "mean", "first"]
 Follow = Callable[[list[list[int]], str, int], Iterable[list[int]]]  # shows how far a list is worked through
 
-PACKED, PADDED = 2**16, 2**11  # tokens computed at once
+ON_GPU, ELSEWHERE = 2**16, 2**11  # tokens computed at once; a CPU's caches hold little more than the latter
+
+WORTH_A_LAYOUT = 2**12  # tokens, from which on copying weights for the CPU's products takes less time than it saves
 
 
 @torch.no_grad()
@@ -46,18 +52,31 @@ def embed(
     """
     max_len = min(max_len or model.config.max_len, model.config.max_len)
     ids = read(tokenizer, texts, max_len, truncate=truncate)
-    weight = next(model.parameters())
-    is_packed = weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
-    is_packed = is_packed and model.config.dropped_token < 0  # token dropout counts over a row
-    order = list(range(len(ids))) if is_packed else sorted(range(len(ids)), key=lambda i: -len(ids[i]))
-    parts = list(share(order, [len(row) for row in ids], tokens or (PACKED if is_packed else PADDED)))
+    is_packed = packs(model)
+    on_gpu = is_packed and next(model.parameters()).is_cuda
+    # Sorted, so that texts of one length are neighbours; a GPU's kernel asks for no order.
+    order = list(range(len(ids))) if on_gpu else sorted(range(len(ids)), key=lambda i: -len(ids[i]))
+    parts = list(share(order, [len(row) for row in ids], tokens or (ON_GPU if on_gpu else ELSEWHERE)))
     run = run_packed if is_packed else run_padded
     pooling = model.pool if pool == "model" else Pool(d_model=model.config.d_model, kind=pool, normed=True)
     vectors = np.zeros((len(ids), model.config.d_model), np.float32)
-    found = [(part, run(model, [ids[i] for i in part], pooling)) for part in follow(parts, "embedding", len(parts))]
+    found: list[tuple[list[int], Tensor]] = []
+    with laid_out() if sum(map(len, ids)) >= WORTH_A_LAYOUT else nullcontext():
+        for part in follow(parts, "embedding", len(parts)):
+            found.append((part, run(model, [ids[i] for i in part], pooling)))
     for part, rows in found:  # fetched last: until here a GPU was never waited for
         vectors[part] = rows.float().cpu().numpy()
     return vectors
+
+
+def packs(model: Encoder) -> bool:
+    """Whether its attention goes from text to text, so that packing them pays."""
+    config, weight = model.config, next(model.parameters())
+    mask = replace(packed([1])[0], window=config.window)
+    by_spans = goes_by_spans(mask, model.positions.bias, weight, config.kernel, 0.0)
+    return (
+        by_spans and config.n_kv_heads == config.n_heads and config.dropped_token < 0
+    )  # token dropout counts over a row
 
 
 def read(tokenizer: Tokenizer, texts: Sequence[str], max_len: int, *, truncate: bool) -> list[list[int]]:

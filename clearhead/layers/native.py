@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-SOURCE = Path(__file__).with_name("native.cpp")
+SOURCE, HEADERS = Path(__file__).with_name("native.cpp"), Path(__file__).with_name("cpp")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC")
 # Apple's compiler knows OpenMP only this way.
 OPENMP = ("-Xpreprocessor", "-fopenmp") if sys.platform == "darwin" else ("-fopenmp",)
@@ -34,6 +34,7 @@ POINTER, INT, FLOAT, SMALL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ct
 SIGNATURES = {
     "linear_f32": [POINTER] * 4 + [INT] * 3 + [SMALL],
     "linear_packed": [POINTER] * 6 + [INT] * 4 + [SMALL],
+    "pack_int4": [POINTER] * 5 + [INT] * 3 + [SMALL],
     "paged_attention": [POINTER] * 6 + [INT] * 10 + [FLOAT, INT, SMALL],
     "paged_store": [POINTER] * 6 + [INT] * 11,
     "one_token": [POINTER],
@@ -58,6 +59,14 @@ class Layer(ctypes.Structure):
     _fields_ = [("self", Attention), ("cross", Attention), ("up", Matrix), ("down", Matrix), ("norms", Norm * 3)]
 
 
+class Ends(ctypes.Structure):
+    _fields_ = [
+        *(("embedding", Matrix), ("head", Matrix), ("norm", Norm)),
+        *((name, POINTER) for name in ("positions", "tokens", "logits", "likeliest")),
+        *(("factor", FLOAT), ("scale", FLOAT)),
+    ]
+
+
 class Blocks(ctypes.Structure):
     _fields_ = [("table", POINTER), ("counts", POINTER), ("width", INT)]
 
@@ -66,7 +75,7 @@ class Step(ctypes.Structure):
     """What `one_token` of native.cpp takes; the names are explained there."""
 
     _fields_ = [
-        *(("layers", POINTER), ("last", Norm)),
+        *(("layers", POINTER), ("ends", POINTER), ("last", Norm)),
         *((name, POINTER) for name in ("x", "pool", "cos", "sin")),
         *(("pages", Blocks), ("source", Blocks)),
         *((name, INT) for name in ("n_layers", "rows", "d", "heads", "kv_heads", "width", "n_turns", "window")),
@@ -120,6 +129,19 @@ def linear_packed(
         *(None if bias is None else bias.data_ptr(), out.data_ptr(), rows, n, d, bits, torch.get_num_threads()),
     )
     return out
+
+
+def pack_int4(
+    weight: Float[Tensor, "N D"], shrinks: tuple[float, ...], n_fits: int
+) -> tuple[Tensor, Float[Tensor, "N g"], Float[Tensor, "N g"]]:
+    """q, scales and mins of `quantized.Int4`, which explains the search; weight is contiguous."""
+    (n, d), starts = weight.shape, torch.tensor(shrinks)
+    q, scales, mins = torch.empty(n, d // 2, dtype=torch.uint8), torch.empty(n, d // 32), torch.empty(n, d // 32)
+    _FUNCTIONS["pack_int4"](
+        *(each.data_ptr() for each in (weight, q, scales, mins, starts)),
+        *(n * d // 32, len(shrinks), n_fits, torch.get_num_threads()),
+    )
+    return q, scales, mins
 
 
 def paged_attention(
@@ -189,15 +211,21 @@ def _library() -> tuple[ctypes.CDLL | None, str | None]:
         return library, None
 
 
+def cache_folder() -> Path:
+    """Where what is made once for this machine is kept."""
+    return Path(os.environ.get("CLEARHEAD_CACHE") or Path.home() / ".cache" / "clearhead")
+
+
 def _compiled() -> Path:
     """The compiled file, from the cache or made now."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "g++", "clang++", "c++"))), None)
     if compiler is None:
         raise RuntimeError("no C++ compiler was found; install g++, or name one in CXX")
     openmp = _openmp()
-    made_of = (SOURCE.read_text(), compiler, os.stat(compiler).st_mtime_ns, openmp, FLAGS, _processor())
+    sources = [file.read_text() for file in (SOURCE, *sorted(HEADERS.glob("*.h")))]
+    made_of = (sources, compiler, os.stat(compiler).st_mtime_ns, openmp, FLAGS, _processor())
     name = f"native-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
-    folder = Path(os.environ.get("CLEARHEAD_CACHE") or Path.home() / ".cache" / "clearhead")
+    folder = cache_folder()
     if (folder / name).exists():
         return folder / name
     folder.mkdir(parents=True, exist_ok=True)

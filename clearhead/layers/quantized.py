@@ -10,6 +10,7 @@ The formats, row-major, for a weight W of shape (N, D), as torch.nn.Linear holds
 
 On a CPU whose kernels want them so (native.py), rows lie in tiles: what 16 rows hold at one place, 4 bytes of q or one of the
 others, side by side, as if the shape were (N / 16, D / 4, 16, 4). The rows that are left, less than 16, are a tile of their own.
+A state dict is always row-major.
 
 int4 takes 5 bits a weight in all, int8 8.25. Embedding and head stay at 8 bits in both, and are one tensor where they are tied.
 """
@@ -32,7 +33,8 @@ from clearhead.layers.linear import CUDA_ROWS, FusedLinear, Packed, flat, has_tr
 PIECE = 2**22  # weights unpacked at a time
 TILE = 16  # rows side by side
 WIDTH = {"q": 4, "scales": 1, "mins": 1}  # of one row, at one place of a tile
-SHRINKS = (1.0, 0.9, 0.8)  # of a group's range: what is cut off at the ends makes the steps between finer
+# Of a group's range: what is cut off at the ends makes the steps between finer. Each is fitted a few times to what it rounds to.
+SHRINKS, FITS = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6), 3
 
 Some = TypeVar("Some", bound=nn.Module)
 
@@ -112,6 +114,17 @@ class Quantized(Packed):
         self.is_tiled = tiled
         return self
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Row by row, whatever this machine likes better."""
+        destination.update({prefix + name: self.held(name) for name in self.tensors})
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **named: Any) -> None:
+        for name in self.tensors if self.is_tiled else ():
+            rows = state_dict.get(prefix + name)
+            if isinstance(rows, Tensor) and rows.shape == (self.shape[0], self.widths[name]):
+                state_dict[prefix + name] = _tile(rows, name)
+        super()._load_from_state_dict(state_dict, prefix, *args, **named)
+
     def product(self, x: Float[Tensor, "*_ D"], bias: Float[Tensor, " N"] | None) -> Float[Tensor, "*_ N"]:
         if torch.is_grad_enabled() and x.requires_grad:
             raise InputError(
@@ -184,11 +197,15 @@ class Int4(Quantized):
     kind, bits, tensors, group = "int4", 4, ("q", "scales", "mins"), 32
 
     def __init__(self, weight: Float[Tensor, "N D"]) -> None:
-        parts = [self._round(part) for part in weight.detach().split(max(1, PIECE // 16 // weight.shape[1]))]
-        q, scales, mins = (torch.cat(part) for part in zip(*parts, strict=True))
-        super().__init__(weight, q=q, scales=scales, mins=mins)
+        numbers = weight.detach()
+        if numbers.device.type == "cpu" and native.is_there() and is_bare(numbers):
+            q, scales, mins = native.pack_int4(numbers.float().contiguous(), SHRINKS, FITS)
+        else:
+            parts = [self._search(part) for part in numbers.split(max(1, PIECE // 16 // numbers.shape[1]))]
+            q, scales, mins = (torch.cat(part) for part in zip(*parts, strict=True))
+        super().__init__(weight, q=q, scales=scales.half(), mins=mins.half())
 
-    def _round(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _search(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For each group the scale and minimum, of some starts, that lose least of it."""
         groups = weight.float().unflatten(1, (-1, self.group))
         low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
@@ -196,13 +213,14 @@ class Int4(Quantized):
         for shrink in SHRINKS:
             cut = (high - low) * (1 - shrink) / 2
             scale, least = _halves((high - low) * shrink / 15, low + cut)
-            scale, least = _fit(groups, _to_16(groups, scale, least), scale, least)
+            for _ in range(FITS):
+                scale, least = _fit(groups, _to_16(groups, scale, least), scale, least)
             loss = (_to_16(groups, scale, least) * scale + least - groups).square().sum(-1, keepdim=True)
             found = torch.stack([loss, scale, least])
             best = found if len(best) == 0 else torch.where(loss < best[0], found, best)
         _, scale, least = best
         u = _to_16(groups, scale, least).flatten(1).to(torch.uint8)
-        return u[:, 0::2] | u[:, 1::2] << 4, scale[..., 0].half(), least[..., 0].half()
+        return u[:, 0::2] | u[:, 1::2] << 4, scale[..., 0], least[..., 0]
 
     def unpack(self, rows: Tensor | slice = slice(None)) -> Float[Tensor, "*_ D"]:
         q, scales, mins = (self.held(name, rows) for name in self.tensors)
@@ -220,18 +238,36 @@ def _wants_tiles(weight: Tensor) -> bool:
 
 
 def _tile(rows: Tensor, name: str) -> Tensor:
-    rows = F.pad(rows, (0, -rows.shape[1] % WIDTH[name]))
-    tiles = [part.unflatten(1, (-1, WIDTH[name])).transpose(0, 1).flatten() for part in rows.split(TILE)]
-    return torch.cat(tiles).view_as(rows)
+    rows = F.pad(rows, (0, -rows.shape[1] % WIDTH[name])).contiguous()
+    tiled = torch.empty_like(rows)
+    for ours, theirs in zip(_as_tiles(tiled, name), _as_rows(rows, name), strict=True):
+        ours.copy_(theirs)
+    return tiled
 
 
 def _untile(tiled: Tensor, name: str) -> Tensor:
     rows = torch.empty_like(tiled)
-    for part, to in zip(
-        tiled.split(TILE), rows.split(TILE), strict=True
-    ):  # torch.cat does not join float16 under autocast
-        to.unflatten(1, (-1, WIDTH[name])).copy_(part.view(-1, len(part), WIDTH[name]).transpose(0, 1))
+    for ours, theirs in zip(_as_rows(rows, name), _as_tiles(tiled, name), strict=True):
+        ours.copy_(theirs)
     return rows
+
+
+def _as_rows(rows: Tensor, name: str) -> list[Tensor]:
+    """Whole tiles, and the rows that are left, seen as (tiles, places, rows, width)."""
+    n = len(rows) // TILE * TILE
+    parts = ((rows[:n], TILE), (rows[n:], len(rows) - n))
+    return [
+        part.view(-1, many, rows.shape[1] // WIDTH[name], WIDTH[name]).transpose(1, 2)
+        for part, many in parts
+        if len(part)
+    ]
+
+
+def _as_tiles(tiled: Tensor, name: str) -> list[Tensor]:
+    """The same of what lies in tiles."""
+    n = len(tiled) // TILE * TILE
+    parts = ((tiled[:n], TILE), (tiled[n:], len(tiled) - n))
+    return [part.view(-1, tiled.shape[1] // WIDTH[name], many, WIDTH[name]) for part, many in parts if len(part)]
 
 
 def _places(ids: Int[Tensor, "*_"], shape: torch.Size, width: int) -> Int[Tensor, "*_ m"]:

@@ -13,7 +13,8 @@ from tokenizers import models, pre_tokenizers
 import clearhead as ch
 from clearhead.data import Tokenizer
 from clearhead.errors import InputError
-from clearhead.generation.vectors import embed, run_packed, run_padded, share
+from clearhead.generation import vectors
+from clearhead.generation.vectors import embed, packs, run_packed, run_padded, share
 from clearhead.layers.masks import causal, packed
 from clearhead.models import Encoder
 
@@ -77,3 +78,38 @@ def test_too_long_a_text_is_named_or_cut() -> None:
     with pytest.raises(InputError, match=r"line 3 has \d+ tokens, and the model takes 3"):
         embed(model, tokenizer, TEXTS, max_len=3)
     assert embed(model, tokenizer, TEXTS, max_len=3, truncate=True).shape == (4, 24)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, True),
+        ({"kernel": "explicit"}, False),
+        ({"window": 3}, False),
+        ({"positions": "alibi"}, False),
+        ({"dropped_token": 3}, False),
+    ],
+)
+def test_texts_are_packed_where_attention_goes_from_text_to_text(
+    fields: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ran = make(pool="mean", **fields), list[str]()
+    assert packs(model) is expected
+    for name in ("run_packed", "run_padded"):
+        run = getattr(vectors, name)
+        monkeypatch.setattr(vectors, name, lambda *given, run=run, name=name: ran.append(name) or run(*given))
+    found = embed(model, tiny_tokenizer(), TEXTS)
+    assert ran == ["run_packed" if expected else "run_padded"]
+    for text, row in zip(TEXTS, found, strict=True):
+        wanted = model.pooled(model.states(torch.tensor([tiny_tokenizer().encode(text)])))[0]
+        torch.testing.assert_close(torch.from_numpy(row), wanted, rtol=0, atol=1e-5)
+
+
+def test_many_texts_have_weights_laid_out_and_the_same_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, texts = make(pool="mean"), ["a b c a", "c b a"] * 29
+    plain = embed(model, tiny_tokenizer(), texts)
+    monkeypatch.setattr(vectors, "WORTH_A_LAYOUT", 1)
+    # fp32, two layers: only the order of summation differs
+    torch.testing.assert_close(
+        torch.from_numpy(embed(model, tiny_tokenizer(), texts)), torch.from_numpy(plain), rtol=0, atol=1e-5
+    )

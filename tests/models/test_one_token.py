@@ -19,7 +19,7 @@ from clearhead.layers.linear import Linear
 from clearhead.layers.masks import Pages
 from clearhead.layers.pages import PagedCache, Pool
 from clearhead.layers.quantized import quantize
-from clearhead.models import Decoder, EncoderDecoder, build, one_token, prepared
+from clearhead.models import Decoder, EncoderDecoder, build, one_token, prepared, whole_step
 
 pytestmark = pytest.mark.skipif(not native.is_there(), reason=str(native.why_not()))
 
@@ -86,6 +86,7 @@ def by_blocks(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
     """The way through the modules."""
     with monkeypatch.context() as patch:
         patch.setattr(one_token, "fits", lambda *_: False)
+        patch.setattr(whole_step.Steps, "write", lambda *_: None)
         yield
 
 

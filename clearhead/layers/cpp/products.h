@@ -1,0 +1,107 @@
+// Products of all kinds, by all threads.
+
+#pragma once
+
+#include "matrix.h"
+#include "threads.h"
+
+#if TILES
+#include "tiles.h"
+#else
+#include "spans.h"
+#endif
+
+namespace {
+
+// Some columns for all rows, a few at a time: what lies row after row.
+template <int C, class Weights>
+inline void columns(const Weights& w, const Input& in, i64 rows, i64 c, const Target& target) {
+    const i64 most = share(rows, Weights::MOST);
+    for (i64 row = 0; row < rows; row += most)
+        counted<Weights::MOST>(smaller(rows - row, most), [&](auto count) {
+            constexpr int R = decltype(count)::value;
+            float results[C][R];
+            dots<C, R>(w, in, row, c, results);
+            for (int r = 0; r < R; r++)
+                for (int i = 0; i < C; i++) target.put(row + r, c + i, results[i][r]);
+        });
+}
+
+// Columns from .. to - 1. A single row reads the weights in the order they lie in.
+template <class Weights>
+inline void columns(const Weights& w, const Input& in, i64 rows, i64 from, i64 to, const Target& target) {
+    i64 c = from;
+    for (; rows > 1 && c + Weights::COLUMNS <= to; c += Weights::COLUMNS) columns<Weights::COLUMNS>(w, in, rows, c, target);
+    for (; c < to; c++) columns<1>(w, in, rows, c, target);
+}
+
+inline void columns(const Matrix& m, const Input& in, i64 rows, i64 from, i64 to, const Target& target) {
+    if (m.bits == 32) columns(Float{(const float*)m.q, m.d}, in, rows, from, to, target);
+#if TILES
+    if (m.bits == 8) tiles(Int8{(const int8_t*)m.q, m.scales, m.n, m.d}, in, rows, from, to, target);
+    if (m.bits == 4) tiles(Int4{(const uint8_t*)m.q, m.scales, m.mins, m.n, m.d}, in, rows, from, to, target);
+#else
+    if (m.bits == 8) columns(Int8{(const int8_t*)m.q, m.scales, m.d}, in, rows, from, to, target);
+    if (m.bits == 4) columns(Int4{(const uint8_t*)m.q, m.scales, m.mins, m.d}, in, rows, from, to, target);
+#endif
+}
+
+// One row of a weight as it is: an embedding.
+void unpack(const Matrix& m, i64 row, float* out) {
+    if (m.bits == 32) {
+        memcpy(out, (const float*)m.q + row * m.d, sizeof(float) * m.d);
+        return;
+    }
+    const int8_t* q = (const int8_t*)m.q;
+    const i64 spans = (m.d + Int8::SPAN - 1) / Int8::SPAN;
+#if TILES
+    const i64 first = row / TILE * TILE, width = smaller(TILE, m.n - first), c = row - first, padded = (m.d + 3) / 4 * 4;
+    for (i64 i = 0; i < m.d; i++)
+        out[i] = q[first * padded + (i / 4 * width + c) * 4 + i % 4] * half_to_float(m.scales[first * spans + i / Int8::SPAN * width + c]);
+#else
+    for (i64 i = 0; i < m.d; i++) out[i] = q[row * m.d + i] * half_to_float(m.scales[row * spans + i / Int8::SPAN]);
+#endif
+}
+
+// Columns that one thread takes at a time.
+inline i64 piece(const Matrix& m, int threads) {
+    const i64 fair = (m.n + threads - 1) / threads, some = PIECE * 8 / (m.d * m.bits);
+    return (smaller(fair, some) + TILE) / TILE * TILE;
+}
+
+Input input(const Matrix& m, const float* x, void* memory, i64 rows) {
+    return input(x, memory, rows, m.d, m.bits == 4 ? Int4::SPAN : Int8::SPAN);
+}
+
+inline void round_row(const Matrix& m, const Input& in, i64 row) {
+    if (m.bits == 8) round_row<Int8>(in, row, m.d);
+    if (m.bits == 4) round_row<Int4>(in, row, m.d);
+}
+
+void product(const Matrix& m, const float* x, float* out, i64 rows, int threads) {
+    const Input in = input(m, x, scratch(room_for(rows, m.d)), rows);
+    const i64 step = piece(m, threads);
+    together(enough(rows * m.n * m.d, threads), 2, [&](Team& team) {
+        if (m.bits != 32) team.each(rows, [&](i64 row) { round_row(m, in, row); });
+        team.each((m.n + step - 1) / step, [&](i64 i) {
+            columns(m, in, rows, i * step, smaller(m.n, (i + 1) * step), {out, m.n, m.bias, false});
+        });
+    });
+}
+
+}  // namespace
+
+// Whether packed weights are to lie in tiles (quantized.py).
+extern "C" {
+extern const int has_tiles;
+const int has_tiles = TILES;
+}
+
+extern "C" void linear_f32(const float* x, const float* w, const float* bias, float* out, i64 rows, i64 n, i64 d, int threads) {
+    product({w, nullptr, nullptr, bias, n, d, 32}, x, out, rows, threads);
+}
+
+extern "C" void linear_packed(const float* x, const void* q, const uint16_t* scales, const uint16_t* mins, const float* bias,
+                              float* out, i64 rows, i64 n, i64 d, i64 bits, int threads) {
+    product({q, scales, mins, bias, n, d, bits}, x, out, rows, threads);
+}

@@ -1,0 +1,199 @@
+// Products with packed weights that lie row after row: for all other processors.
+
+#pragma once
+
+#include "matrix.h"
+
+namespace {
+
+// Registers of whole numbers and of sums, and how many weights int4 unpacks at a time: 4 registers' full.
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define FAST 1
+using Int = __m256i;
+using Sum = __m256;
+inline Int multiply(Int sums, Int a, Int b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
+inline Int load_whole(const int16_t* from) { return _mm256_loadu_si256((const Int*)from); }
+inline Sum add(Sum sums, Int products, Sum scale) { return _mm256_fmadd_ps(_mm256_cvtepi32_ps(products), scale, sums); }
+inline Sum times(Sum a, float b) { return _mm256_mul_ps(a, _mm256_set1_ps(b)); }
+#endif
+constexpr int SPAN = 64, QROWS = 4, QCOLUMNS = 2;
+
+// The weights of one column over one span, unpacked to 16 bits, and what their sums are multiplied with.
+struct Int8 {
+    static constexpr int SPAN = 64, MOST = QROWS, COLUMNS = QCOLUMNS;
+    const int8_t* q;         // (n, d)
+    const uint16_t* scales;  // (n, spans), float16
+    i64 d;
+
+    // Where the i-th number of a span stands among the unpacked ones.
+    static constexpr int place(int i) { return i; }
+
+#if FAST
+    static constexpr int PARTS = SPAN * sizeof(int16_t) / sizeof(Int);
+    template <bool LAST>
+    inline void unpack(i64 c, i64 span, Int w[PARTS], Sum& scale) const {
+        const int8_t* from = q + c * d + span * SPAN;
+        int8_t room[SPAN];
+        if (LAST) from = whole(room, from, d - span * SPAN);
+        else __builtin_prefetch(from + AHEAD);
+        const __m128i half = _mm_set1_epi16((short)scales[c * ((d + SPAN - 1) / SPAN) + span]);
+        for (int i = 0; i < PARTS; i++) w[i] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from + i));
+        scale = _mm256_cvtph_ps(half);
+    }
+#endif
+    inline void unpack_slowly(i64 c, i64 span, int16_t w[SPAN], float scale[SPAN / 32]) const {
+        for (i64 i = 0; i < SPAN; i++) w[i] = span * SPAN + i < d ? q[c * d + span * SPAN + i] : 0;
+        scale[0] = scale[1] = half_to_float(scales[c * ((d + SPAN - 1) / SPAN) + span]);
+    }
+    inline float rest(i64, const float*) const { return 0; }
+};
+
+struct Int4 {
+    static constexpr int SPAN = ::SPAN, MOST = QROWS, COLUMNS = QCOLUMNS;
+    const uint8_t* q;        // (n, d / 2): the even neighbour low, the odd one high
+    const uint16_t* scales;  // (n, d / 32), float16
+    const uint16_t* mins;
+    i64 d;
+
+#if FAST
+    // A word holds 4 neighbours; the first of each word come first, then the second ...
+    static constexpr int PARTS = 4;
+    static constexpr int place(int i) { return i % 4 * (SPAN / 4) + i / 4; }
+
+    template <bool LAST>
+    inline void unpack(i64 c, i64 span, Int w[PARTS], Sum& scale) const {
+        const uint8_t* from = q + (c * d + span * SPAN) / 2;
+        const uint16_t* s = scales + c * (d / 32) + span * (SPAN / 32);
+        uint8_t room[SPAN / 2];
+        uint16_t scales_room[SPAN / 32];
+        if (LAST) {
+            from = whole(room, from, (d - span * SPAN) / 2);
+            s = whole(scales_room, s, d / 32 - span * (SPAN / 32));
+        } else
+            __builtin_prefetch(from + AHEAD);
+        // 16 bytes, a quarter or half of the register, are 32 weights: they have a scale of their own
+        const Int words = _mm256_loadu_si256((const Int*)from), low = _mm256_set1_epi16(15);
+        w[0] = _mm256_and_si256(words, low);
+        w[1] = _mm256_and_si256(_mm256_srli_epi16(words, 4), low);
+        w[2] = _mm256_and_si256(_mm256_srli_epi16(words, 8), low);
+        w[3] = _mm256_srli_epi16(words, 12);
+        uint32_t pair;
+        memcpy(&pair, s, sizeof pair);
+        const Int each = _mm256_set_epi32(1, 1, 1, 1, 0, 0, 0, 0);
+        scale = _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_cvtph_ps(_mm_cvtsi32_si128((int)pair))), each);
+    }
+#else
+    static constexpr int place(int i) { return i; }
+#endif
+    inline void unpack_slowly(i64 c, i64 span, int16_t w[SPAN], float scale[SPAN / 32]) const {
+        for (i64 i = 0; i < SPAN; i++) {
+            const i64 at = span * SPAN + i;
+            const uint8_t pair = at < d ? q[(c * d + at) / 2] : 0;
+            w[i] = i % 2 ? pair >> 4 : pair & 15;
+        }
+        for (i64 i = 0; i < SPAN / 32; i++) {
+            const i64 at = span * (SPAN / 32) + i;
+            scale[i] = at < d / 32 ? half_to_float(scales[c * (d / 32) + at]) : 0.f;
+        }
+    }
+
+    // The minimums' share: each times the sum of its inputs.
+    inline float rest(i64 c, const float* sums) const {
+        const uint16_t* m = mins + c * (d / 32);
+        float total = 0;
+        i64 g = 0;
+#if FAST
+        __m256 eight = _mm256_setzero_ps();
+        for (; g + 8 <= d / 32; g += 8)
+            eight = _mm256_fmadd_ps(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(m + g))), _mm256_loadu_ps(sums + g), eight);
+        total = ::total(eight);
+#endif
+        for (; g < d / 32; g++) total = fma(half_to_float(m[g]), sums[g], total);
+        return total;
+    }
+};
+
+template <class Weights>
+void round_row(const Input& in, i64 row, i64 d) {
+    constexpr int SPAN = Weights::SPAN;
+    for (i64 at = row * in.spans; at < (row + 1) * in.spans; at++) {
+        const i64 first = (at - row * in.spans) * SPAN;
+        float room[SPAN], sizes[WIDE] = {}, wrong[WIDE] = {}, largest = 0, scale = 0;
+        const float* x = whole(room, in.x + row * d + first, d - first);
+        for (int i = 0; i < SPAN; i += WIDE)
+            for (int j = 0; j < WIDE; j++) {
+                const float size = std::fabs(x[i + j]);
+                sizes[j] = size > sizes[j] ? size : sizes[j];
+                wrong[j] += x[i + j] * 0;  // NaN and infinity must come out again
+            }
+        for (int j = 0; j < WIDE; j++) {
+            largest = sizes[j] > largest ? sizes[j] : largest;
+            scale += wrong[j];
+        }
+        const float inverse = largest > 0 && largest < 1e38f ? 32767 / largest : 0;
+        in.scales[at] = scale += largest / 32767;
+        int32_t rounded[SPAN];
+        for (int i = 0; i < SPAN; i++) {
+            const float near = x[i] * inverse + 12582912.f;  // 1.5 * 2^23: the whole number is in the low bits
+            memcpy(rounded + i, &near, sizeof near);
+            rounded[i] = (int16_t)rounded[i];
+        }
+        for (int i = 0; i < SPAN; i++) in.q[at * SPAN + Weights::place(i)] = (int16_t)rounded[i];
+        for (int i = 0; i < SPAN; i += 32) {
+            int32_t total = 0;
+            for (int j = 0; j < 32; j++) total += rounded[i + j];
+            in.sums[(at * SPAN + i) / 32] = total * scale;
+        }
+    }
+}
+
+#if FAST
+// One span's share of the sums.
+template <int C, int R, bool LAST, class Weights>
+inline void gather(const Weights& w, const Input& in, i64 row, i64 c0, i64 span, Sum sums[C][R]) {
+    for (int c = 0; c < C; c++) {
+        Int weights[Weights::PARTS];
+        Sum scale;
+        w.template unpack<LAST>(c0 + c, span, weights, scale);
+        for (int r = 0; r < R; r++) {
+            const i64 at = (row + r) * in.spans + span;
+            Int products = {};
+            for (int i = 0; i < Weights::PARTS; i++)
+                products = multiply(products, weights[i], load_whole(in.q + at * Weights::SPAN + i * (Weights::SPAN / Weights::PARTS)));
+            sums[c][r] = add(sums[c][r], products, times(scale, in.scales[at]));
+        }
+    }
+}
+#endif
+
+template <int C, int R, class Weights>
+inline void dots(const Weights& w, const Input& in, i64 row, i64 c0, float results[C][R]) {
+#if FAST
+    Sum sums[C][R] = {};
+    const i64 whole = w.d / Weights::SPAN;
+    for (i64 span = 0; span < whole; span++) gather<C, R, false>(w, in, row, c0, span, sums);
+    if (whole < in.spans) gather<C, R, true>(w, in, row, c0, whole, sums);
+    for (int c = 0; c < C; c++)
+        for (int r = 0; r < R; r++) results[c][r] = total(sums[c][r]);
+#else
+    memset(results, 0, sizeof(float) * C * R);
+    for (i64 span = 0; span < in.spans; span++)
+        for (int c = 0; c < C; c++) {
+            int16_t weights[Weights::SPAN];
+            float scale[Weights::SPAN / 32];
+            w.unpack_slowly(c0 + c, span, weights, scale);
+            for (int r = 0; r < R; r++) {
+                const i64 at = (row + r) * in.spans + span;
+                for (int i = 0; i < Weights::SPAN; i += 32) {
+                    int32_t products = 0;
+                    for (int j = i; j < i + 32; j++) products += weights[j] * in.q[at * Weights::SPAN + j];
+                    results[c][r] = fma(products * scale[i / 32], in.scales[at], results[c][r]);
+                }
+            }
+        }
+#endif
+    for (int c = 0; c < C; c++)
+        for (int r = 0; r < R; r++) results[c][r] += w.rest(c0 + c, in.sums + (row + r) * in.spans * (Weights::SPAN / 32));
+}
+
+}  // namespace

@@ -1,0 +1,131 @@
+// Products with packed weights that lie in tiles: for processors with AVX-512 VNNI.
+
+#pragma once
+
+#include "matrix.h"
+
+namespace {
+
+// 16 columns at a time, 4 bytes of each side by side: a load meets 4 inputs, which are the same for all columns, and nothing is
+// summed across. Bytes multiply whole numbers of 8 bits, so an input is two of them: 256 high + low. The last tile is as wide as
+// there are columns left.
+struct Int8 {
+    static constexpr int SPAN = 64, LOADS = 16;
+    const int8_t* q;         // (tiles, d / 4, 16, 4)
+    const uint16_t* scales;  // (tiles, d / 64, 16), float16
+    i64 n, d;
+
+    inline i64 loads() const { return (d + 3) / 4; }  // of a tile
+
+    // What 16 inputs are sorted by, before each 4 of them meet a load.
+    static inline __m512i sort(__m512i x) { return x; }
+    static inline int start(float sum) { return -128 * (int)sum; }
+
+    template <int R>
+    static inline void gather(__m512i bytes, const int8_t* x, __m512i high[R], __m512i low[R]) {
+        const __m512i weights = _mm512_xor_si512(bytes, _mm512_set1_epi8(-128));  // 128 more: 1 .. 255
+        for (int r = 0; r < R; r++) add_products(weights, x + r * 2 * SPAN, high[r], low[r]);
+    }
+    static inline void add_products(__m512i weights, const int8_t* x, __m512i& high, __m512i& low) {
+        int32_t digits[2];
+        memcpy(digits, x, sizeof digits);
+        high = _mm512_dpbusd_epi32(high, weights, _mm512_set1_epi32(digits[0]));
+        low = _mm512_dpbusd_epi32(low, weights, _mm512_set1_epi32(digits[1]));
+    }
+    inline __m512 least(i64, __mmask16) const { return _mm512_setzero_ps(); }
+};
+
+struct Int4 {
+    static constexpr int SPAN = 32, LOADS = 4;
+    const uint8_t* q;        // (tiles, d / 8, 16, 4): the even neighbour low, the odd one high
+    const uint16_t* scales;  // (tiles, d / 32, 16), float16
+    const uint16_t* mins;
+    i64 n, d;
+
+    inline i64 loads() const { return d / 8; }
+    static inline __m512i sort(__m512i x) {
+        return _mm512_permutexvar_epi32(_mm512_set_epi32(15, 13, 11, 9, 14, 12, 10, 8, 7, 5, 3, 1, 6, 4, 2, 0), x);
+    }
+    static inline int start(float) { return 0; }
+
+    template <int R>
+    static inline void gather(__m512i bytes, const int8_t* x, __m512i high[R], __m512i low[R]) {
+        const __m512i mask = _mm512_set1_epi8(15);
+        const __m512i even = _mm512_and_si512(bytes, mask), odd = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), mask);
+        for (int r = 0; r < R; r++) {
+            Int8::add_products(even, x + r * 2 * SPAN, high[r], low[r]);
+            Int8::add_products(odd, x + r * 2 * SPAN + 8, high[r], low[r]);
+        }
+    }
+    inline __m512 least(i64 at, __mmask16 there) const { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(there, mins + at)); }
+};
+
+template <class Weights>
+void round_row(const Input& in, i64 row, i64 d) {
+    constexpr int SPAN = Weights::SPAN;
+    for (i64 span = 0; span < in.spans; span++) {
+        const i64 at = span * in.rows + row, first = span * SPAN;
+        float room[SPAN];
+        const float* x = whole(room, in.x + row * d + first, d - first);
+        __m512 size = _mm512_setzero_ps(), wrong = size;
+        for (int i = 0; i < SPAN; i += 16) {
+            const __m512 some = _mm512_loadu_ps(x + i);
+            size = _mm512_max_ps(_mm512_abs_ps(some), size);
+            wrong = _mm512_fmadd_ps(some, _mm512_setzero_ps(), wrong);  // NaN and infinity must come out again
+        }
+        const float largest = _mm512_reduce_max_ps(size), limit = 127 * 256;
+        const __m512 inverse = _mm512_set1_ps(largest > 0 && largest < 1e38f ? limit / largest : 0);
+        in.scales[at] = largest / limit + sum((Wide)wrong);
+        int8_t* to = (int8_t*)(in.q + at * SPAN);
+        __m512i total = _mm512_setzero_si512();
+        for (int i = 0; i < SPAN; i += 16, to += 32) {
+            const __m512i near = Weights::sort(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i), inverse)));
+            total = _mm512_add_epi32(total, near);
+            const __m128i low = _mm512_cvtepi32_epi8(near);
+            const __m128i high = _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(near, _mm512_set1_epi32(128)), 8));
+            _mm_storeu_si128((__m128i*)to, _mm_unpacklo_epi32(high, low));
+            _mm_storeu_si128((__m128i*)to + 1, _mm_unpackhi_epi32(high, low));
+        }
+        in.sums[at] = (float)_mm512_reduce_add_epi32(total);
+    }
+}
+
+// One tile for R rows, into its columns from .. to - 1.
+template <int R, class Weights>
+void tile(const Weights& w, const Input& in, i64 row, i64 t, i64 from, i64 to, const Target& target) {
+    __m512 sums[R];
+    for (int r = 0; r < R; r++) sums[r] = _mm512_setzero_ps();
+    const i64 loads = w.loads(), c = t * TILE, width = smaller(TILE, w.n - c);
+    const __mmask16 there = (__mmask16)(0xffff >> (TILE - width));
+    auto* q = w.q + c * loads * 4;
+    for (i64 span = 0; span < in.spans; span++) {
+        __m512i high[R], low[R];
+        const i64 at = span * in.rows + row;
+        const int8_t* x = (const int8_t*)(in.q + at * Weights::SPAN);
+        for (int r = 0; r < R; r++) high[r] = _mm512_setzero_si512(), low[r] = _mm512_set1_epi32(Weights::start(in.sums[at + r]));
+        const i64 here = smaller(Weights::LOADS, loads - span * Weights::LOADS);
+        for (i64 i = 0; i < here; i++, q += width * 4, x += Weights::SPAN * 2 / Weights::LOADS) {
+            if (row == 0) __builtin_prefetch(q + AHEAD, 0, R == 1 ? 0 : 3);
+            Weights::template gather<R>(_mm512_maskz_loadu_epi32(there, q), x, high, low);
+        }
+        const i64 place = c * in.spans + span * width;
+        const __m512 scale = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(there, w.scales + place)), least = w.least(place, there);
+        for (int r = 0; r < R; r++) {
+            __m512 value = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high[r], 8), low[r]));
+            value = _mm512_fmadd_ps(value, scale, _mm512_mul_ps(least, _mm512_set1_ps(in.sums[at + r])));
+            sums[r] = _mm512_fmadd_ps(value, _mm512_set1_ps(in.scales[at + r]), sums[r]);
+        }
+    }
+    const __mmask16 some = (__mmask16)(0xffff << std::max<i64>(from - c, 0) & 0xffff >> std::max<i64>(c + TILE - to, 0));
+    for (int r = 0; r < R; r++) target.put(row + r, c, sums[r], some);
+}
+
+template <class Weights>
+void tiles(const Weights& w, const Input& in, i64 rows, i64 from, i64 to, const Target& target) {
+    const i64 most = share(rows, 8);
+    for (i64 t = from / TILE; t * TILE < to; t++)
+        for (i64 row = 0; row < rows; row += most)
+            counted<8>(smaller(rows - row, most), [&](auto count) { tile<decltype(count)::value>(w, in, row, t, from, to, target); });
+}
+
+}  // namespace

@@ -1,0 +1,101 @@
+"""Memory that is read at every step, in pages of 2 MB: a processor finds its way in these faster, by a fifth of a step and more.
+
+The numbers stay where they are: the operating system puts large pages in the place of small ones. Linux gives them to memory by
+itself only slowly, if at all, and to a file that a model was read from never; the file's part is copied. Elsewhere nothing happens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from collections.abc import Generator, Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+PAGE, PIECE = 2**21, 2**22  # bytes: of a large page, and of what is moved at a time
+COLLAPSE = 25  # of madvise, since Linux 6.1
+MOVE_HERE = 1 | 2  # of mremap: it may move, and to where it is told
+FAILED = ctypes.c_void_p(-1).value  # where memory was not given
+
+Range = tuple[int, int]
+
+
+def move(tensors: Iterable[Tensor]) -> Generator[None]:
+    """Some of it at each step of the generator. The tensors must live until then, and nobody write to them meanwhile."""
+    if sys.platform != "linux":
+        return
+    wanted = _joined((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors if not tensor.is_cuda)
+    libc = _libc()
+    for start, end, is_file in _maps():
+        for low, high in wanted:
+            # Of a file only what is ours; of other memory, also what shares a large page with it.
+            first, last = (
+                (max(start, low), min(end, high)) if is_file else (max(start, _down(low)), min(end, _up(high)))
+            )
+            for at in range(_up(first), _down(last), PIECE):
+                size = min(PIECE, _down(last) - at)
+                if is_file:
+                    _copy(libc, at, size)
+                else:
+                    libc.madvise(at, size, COLLAPSE)
+                yield
+
+
+def _libc() -> Any:
+    libc: Any = ctypes.CDLL(None)
+    place, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.madvise.argtypes = [place, size, number]
+    libc.munmap.argtypes = [place, size]
+    libc.mmap.argtypes = [place, size, number, number, number, ctypes.c_long]
+    libc.mremap.argtypes = [place, size, size, number, place]
+    libc.mmap.restype = libc.mremap.restype = place
+    return libc
+
+
+def _copy(libc: Any, at: int, size: int) -> None:
+    """Memory in the place of a file's, with the same in it."""
+    whole = size + PAGE
+    room = libc.mmap(None, whole, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if room == FAILED:
+        return
+    fresh = _up(room)
+    libc.madvise(fresh, size, mmap.MADV_HUGEPAGE)
+    ctypes.memmove(fresh, at, size)
+    moved = libc.mremap(fresh, size, size, MOVE_HERE, at) != FAILED
+    # What was moved leaves a hole that other threads may already have filled: only the rest is given back.
+    for start, end in ((room, fresh), (fresh + size if moved else fresh, room + whole)):
+        if end > start:
+            libc.munmap(start, end - start)
+
+
+def _maps() -> list[tuple[int, int, bool]]:
+    """Memory of this process's own that may be written to: from, to, and whether it is a file's."""
+    found: list[tuple[int, int, bool]] = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, kind, _, _, inode, *_ = line.split()
+        if kind.startswith("rw") and kind.endswith("p"):
+            start, end = (int(part, 16) for part in span.split("-"))
+            found.append((start, end, inode != "0"))
+    return found
+
+
+def _joined(ranges: Iterable[Range]) -> list[Range]:
+    """In order, and one where there is less than a page between two."""
+    found: list[Range] = []
+    for start, end in sorted(ranges):
+        if found and start - found[-1][1] < PAGE:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
+def _down(at: int) -> int:
+    return at // PAGE * PAGE
+
+
+def _up(at: int) -> int:
+    return -(-at // PAGE) * PAGE
