@@ -5,8 +5,13 @@ vocabularies.py, schemas.py   what constraints need to know of a tokenizer, and 
 constraints.py  texts that match a regular expression, a JSON schema, or one of a list
 requests.py     what is asked of a model, checked, and what came of it
 blocks.py       who holds which block of memory
+members.py      requests that were let in
+reading.py      prompts and sources are read: padded, packed or replayed
+recordings.py   work for a GPU that is recorded once and replayed
 running.py      the model and its memory, run for the rows of a batch
+choosing.py     tokens for the rows that do not search
 beams.py        beam search: which texts go on
+searching.py    the searches of an engine, and the blocks that their beams hold
 engine.py       requests join and leave between steps, each written as if it were alone
 driving.py      engines made large enough, kept where that pays
 decoding.py     generate, stream, translate: lists of ids in, lists of new ids out

@@ -1,4 +1,4 @@
-"""Lists of ids on their way to a model: checked, padded; and what a model is like while it writes."""
+"""Lists of ids on their way to a model: checked, padded, sent; what comes back; and what a model is like while it writes."""
 
 from __future__ import annotations
 
@@ -98,6 +98,26 @@ class Staging:
 @functools.cache
 def _staging(device: torch.device) -> Staging:
     return Staging(device)
+
+
+class Parcel:
+    """Numbers as they are now, on their way from the device; `open` waits for them."""
+
+    def __init__(self, *parts: Tensor) -> None:
+        self.arrival: torch.cuda.Event | None = None
+        if parts[0].is_cuda:
+            # Only into pinned memory does a copy go on while the CPU does.
+            copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in parts]
+            self.arrival = torch.cuda.Event()
+            self.arrival.record()
+        else:
+            copies = [part.clone() for part in parts]
+        self.parts = copies
+
+    def open(self) -> Sequence[Tensor]:
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        return self.parts
 
 
 @contextmanager

@@ -10,13 +10,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
 from clearhead.errors import InputError
 from clearhead.generation.batches import send, widen
-from clearhead.generation.requests import Hypothesis, Ticket
+from clearhead.generation.requests import Hypothesis, Request, Ticket
 from clearhead.generation.strategies import Shaper
+from clearhead.layers.linear import has_triton
 from clearhead.layers.masks import ABSENT
+
+Rows = slice | NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,20 @@ class Search:
     length_penalty: float
     early_stopping: bool | Literal["never"]
     shaper: Shaper
+
+    @classmethod
+    def of(cls, request: Request, shaper: Shaper) -> Search:
+        return cls(request.beams, request.length_penalty, request.early_stopping, shaper)
+
+    @property
+    def n_candidates(self) -> int:
+        """Of so many of each beam, all that matter are among them, and K go on even if the best of each are ends."""
+        return max(2, 1 + len(self.shaper.ends)) * self.beams
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the model's own probabilities are all that it looks at: then a GPU can go on without the CPU."""
+        return self.shaper.is_plain and self.n_candidates <= min(32, self.shaper.vocab_size)
 
     def __post_init__(self) -> None:
         vocab_size = self.shaper.vocab_size
@@ -55,22 +73,17 @@ class Beams:
         self.scores = np.full((B, K), -math.inf, np.float64 if dtype == torch.float64 else np.float32)
         self.scores[:, 0] = 0.0
         self.done: list[list[Hypothesis]] = [[] for _ in tickets]
-
-    @property
-    def n_candidates(self) -> int:
-        """Of so many of each beam, all that matter are among them, and K go on even if the best of each are ends."""
-        return max(2, 1 + len(self.search.shaper.ends)) * self.search.beams
+        self.worst = np.full(B, -math.inf)  # score of K finished texts; -inf: there are fewer
+        self.is_traced = any(ticket.request.trace for ticket in tickets)
 
     def candidates(
         self, logits: Float[Tensor, "n V"], allowed: Bool[Tensor, "n V"] | None = None
     ) -> tuple[Float[np.ndarray, "B K k"], Int[np.ndarray, "B K k"]]:
         """Each beam's likeliest next tokens, under the strategy, the checkpoint's rules, and a grammar's: log-probability, id."""
         (B, K), shaper = self.scores.shape, self.search.shaper
-        n = min(self.n_candidates, logits.shape[1])
-        if logits.is_cuda and shaper.is_plain and allowed is None and n <= 32:
-            from clearhead.layers.gpu import top_log_probs
-
-            best = top_log_probs(logits, n)
+        n = min(self.search.n_candidates, logits.shape[1])
+        if self.search.is_plain and allowed is None:
+            best = likeliest(logits, n)
         else:
             facts = np.array([[len(prompt) for prompt in self.prompts], self.steps, self.limits])
             n_prompt, steps, limits = send(facts.repeat(K, 1), logits.device)
@@ -95,53 +108,73 @@ class Beams:
         self, values: Float[np.ndarray, "B K k"], ids: Int[np.ndarray, "B K k"]
     ) -> tuple[Int[np.ndarray, "B K"], Int[np.ndarray, "B K"]]:
         """One step with these candidates: each running beam's new token, and the beam of its request that it goes on from."""
-        (B, K, n), length = values.shape, self.steps + 1
-        every = (values + self.scores[..., None]).reshape(B, -1)
-        at = np.argsort(-every, axis=1, kind="stable")[:, : self.n_candidates]
-        scores, parents = np.take_along_axis(every, at, 1), at // n
-        tokens = np.take_along_axis(ids.reshape(B, -1), at, 1)
-        is_end = np.isin(tokens, self.search.shaper.ends) | (self.limits <= length)[:, None]
+        every = (values + self.scores[..., None]).reshape(len(values), -1)
+        at = np.argsort(-every, axis=1, kind="stable")[:, : self.search.n_candidates]
+        tokens = np.take_along_axis(ids.reshape(len(ids), -1), at, 1)
+        return self.advance(slice(None), np.take_along_axis(every, at, 1), tokens, at // values.shape[2])
+
+    def advance(
+        self,
+        rows: Rows,
+        scores: Float[np.ndarray, "b n"],
+        tokens: Int[np.ndarray, "b n"],
+        parents: Int[np.ndarray, "b n"],
+    ) -> tuple[Int[np.ndarray, "b K"], Int[np.ndarray, "b K"]]:
+        """The same for some requests, with the candidates of all their beams, best first."""
+        K, steps, limits = self.search.beams, self.steps[rows], self.limits[rows]
+        length, is_open, ends = steps + 1, self.is_open[rows], self.search.shaper.ends
+        is_end = np.broadcast_to((limits <= length)[:, None], scores.shape)
+        if ends:
+            is_end = is_end | np.isin(tokens, ends)
 
         # Only the first K may finish: those after them are there to go on.
-        finished = is_end & self.is_open[:, None] & (np.arange(at.shape[1]) < K) & (scores > -math.inf)
-        for row, place in zip(*finished.nonzero(), strict=True):
-            self._finish(int(row), int(parents[row, place]), int(tokens[row, place]), float(scores[row, place]))
+        finished = is_end & is_open[:, None] & (np.arange(scores.shape[1]) < K) & (scores > -math.inf)
+        numbers = np.arange(len(self.tickets))[rows]
+        for row in np.flatnonzero(finished.any(1)).tolist():
+            places = np.flatnonzero(finished[row])
+            those = (each[row, places].tolist() for each in (parents, tokens, scores))
+            self._finish(int(numbers[row]), *those)
 
         going = np.argsort(is_end, axis=1, kind="stable")[:, :K]  # those that do not end, best first
-        self.scores = np.take_along_axis(np.where(is_end, -math.inf, scores).astype(scores.dtype), going, 1)
-        if any(ticket.request.trace for ticket in self.tickets):
-            self._trace(scores, tokens, parents, finished, going)
+        after = np.take_along_axis(np.where(is_end, -math.inf, scores).astype(self.scores.dtype), going, 1)
+        if self.is_traced:
+            self._trace(numbers, scores, tokens, parents, finished, going, after)
         tokens, parents = np.take_along_axis(tokens, going, 1), np.take_along_axis(parents, going, 1)
-        self.texts = np.take_along_axis(self.texts, parents[..., None], 1)
-        self.texts[np.arange(B), :, self.steps] = tokens
-        self.steps = length
-        self.is_open &= self._can_improve() & (self.limits > length) & (self.scores[:, 0] > -math.inf)
+        texts = self.texts[numbers[:, None], parents]
+        texts[np.arange(len(numbers)), :, steps] = tokens
+        self.texts[rows], self.scores[rows], self.steps[rows] = texts, after, length
+        self.is_open[rows] = is_open & self._can_improve(numbers) & (limits > length) & (after[:, 0] > -math.inf)
         return tokens, parents
 
-    def _finish(self, row: int, parent: int, token: int, total: float) -> None:
-        """A text is over: it joins its request's K best, after those as good."""
-        length = int(self.steps[row]) + 1
-        ended = token in self.search.shaper.ends
-        text = [*self.texts[row, parent, : length - 1].tolist(), *([] if ended else [token])]
-        done = self.done[row]
-        done.append(Hypothesis(text, total / length**self.search.length_penalty, ended))
+    def _finish(self, row: int, parents: list[int], tokens: list[int], totals: list[float]) -> None:
+        """Texts are over: they join their request's K best, after those as good."""
+        length, ends = int(self.steps[row]) + 1, self.search.shaper.ends
+        done, texts = self.done[row], self.texts[row, :, : length - 1].tolist()
+        for parent, token, total in zip(parents, tokens, totals, strict=True):
+            ended = token in ends
+            text = texts[parent] if ended else [*texts[parent], token]
+            done.append(Hypothesis(text, total / length**self.search.length_penalty, ended))
         done.sort(key=lambda one: -one.score)
         del done[self.search.beams :]
+        if len(done) == self.search.beams:
+            self.worst[row] = done[-1].score
 
-    def _can_improve(self) -> Bool[np.ndarray, " B"]:
+    def _can_improve(self, rows: NDArray[np.int64]) -> Bool[np.ndarray, " b"]:
         """Where a running beam may still come before a finished one; transformers' rule, so that both find the same."""
-        K, early, penalty = self.search.beams, self.search.early_stopping, self.search.length_penalty
-        worst = np.array([done[-1].score if len(done) == K else -math.inf for done in self.done])
+        early, penalty, worst = self.search.early_stopping, self.search.length_penalty, self.worst[rows]
         if early is True:
             return worst == -math.inf
-        length = self.limits if early == "never" and penalty > 0 else self.steps
-        return self.scores[:, 0] / length.astype(self.scores.dtype) ** penalty > worst
+        length = (self.limits if early == "never" and penalty > 0 else self.steps)[rows]
+        return self.scores[rows, 0] / length.astype(self.scores.dtype) ** penalty > worst
 
-    def _trace(self, scores: Any, tokens: Any, parents: Any, finished: Any, going: Any) -> None:
+    def _trace(
+        self, numbers: Any, scores: Any, tokens: Any, parents: Any, finished: Any, going: Any, after: Any
+    ) -> None:
         """Keep what this step looked at, and what became of it."""
-        for row, ticket in enumerate(self.tickets):
-            if ticket.request.trace and self.is_open[row]:
-                beams = {at: beam for beam, at in enumerate(going[row].tolist()) if self.scores[row, beam] > -math.inf}
+        for row, number in enumerate(numbers.tolist()):
+            ticket = self.tickets[number]
+            if ticket.request.trace and self.is_open[number]:
+                beams = {at: beam for beam, at in enumerate(going[row].tolist()) if after[row, beam] > -math.inf}
                 each = zip(*(t[row].tolist() for t in (tokens, parents, scores, finished)), strict=True)
                 ticket.trace.append(
                     [
@@ -157,19 +190,56 @@ class Beams:
         at = np.array(rows, np.int64)
         for name in ("tickets", "prompts", "done"):
             setattr(self, name, [getattr(self, name)[row] for row in rows])
-        for name in ("limits", "steps", "is_open", "texts", "scores"):
+        for name in ("limits", "steps", "is_open", "texts", "scores", "worst"):
             setattr(self, name, getattr(self, name)[at])
 
     def merge(self, other: Beams) -> Beams:
         """The other's requests after these."""
+        self.is_traced |= other.is_traced
         longest = max(self.texts.shape[-1], other.texts.shape[-1])
         for beams in (self, other):
             beams.texts = np.pad(beams.texts, ((0, 0), (0, 0), (0, longest - beams.texts.shape[-1])))
         for name in ("tickets", "prompts", "done"):
             setattr(self, name, [*getattr(self, name), *getattr(other, name)])
-        for name in ("limits", "steps", "is_open", "texts", "scores"):
+        for name in ("limits", "steps", "is_open", "texts", "scores", "worst"):
             setattr(self, name, np.concatenate([getattr(self, name), getattr(other, name)]))
         return self
+
+
+def likeliest(logits: Float[Tensor, "R V"], n: int) -> tuple[Float[Tensor, "R n"], Int[Tensor, "R n"]]:
+    """Each row's n likeliest tokens: log-probability, id."""
+    if logits.is_cuda and n <= 32 and has_triton():
+        from clearhead.layers.gpu import top_log_probs
+
+        return top_log_probs(logits, n)
+    values, ids = widen(logits).log_softmax(-1).topk(n)
+    return values, ids
+
+
+def go_on(
+    values: Float[Tensor, "B K n"], ids: Int[Tensor, "B K n"], scores: Float[Tensor, "B K"], ends: tuple[int, ...]
+) -> tuple[Float[Tensor, "B K"], Int[Tensor, "B K"], Int[Tensor, "B K"], Int[Tensor, "3 B n"]]:
+    """`Beams.extend` where the numbers are, for a search that is plain: the beams' new scores, tokens and parents.
+
+    Last come the candidates of all beams, best first: scores (their bits), tokens and parents, for `Beams.advance`.
+    """
+    K, n = scores.shape[1], values.shape[2]
+    every = (values + scores[..., None]).flatten(1)
+    # NaN comes last, as it does in numpy.
+    best, at = every.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).sort(
+        dim=1, descending=True, stable=True
+    )
+    best, at = best[:, :n], at[:, :n]
+    tokens, parents = ids.flatten(1).gather(1, at), at // n
+    bits = torch.int64 if best.dtype == torch.float64 else torch.int32
+    looked_at = torch.stack([best.contiguous().view(bits), tokens.to(bits), parents.to(bits)])
+    if not ends:
+        return best[:, :K], tokens[:, :K], parents[:, :K], looked_at
+    is_end = tokens == ends[0]
+    for end in ends[1:]:
+        is_end |= tokens == end
+    going = is_end.int().sort(dim=1, stable=True).indices[:, :K]
+    return best.gather(1, going), tokens.gather(1, going), parents.gather(1, going), looked_at
 
 
 @dataclass(frozen=True)

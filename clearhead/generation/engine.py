@@ -21,20 +21,24 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
 from clearhead.costs.machine import available_memory
 from clearhead.errors import InputError
-from clearhead.generation.batches import check_least, evaluating, send, widen
-from clearhead.generation.beams import Beams, Search, lay_out
+from clearhead.generation.batches import Parcel, check_least, evaluating, send
+from clearhead.generation.beams import Search
 from clearhead.generation.blocks import Blocks
+from clearhead.generation.choosing import Group, choose, make_groups
+from clearhead.generation.members import Member
 from clearhead.generation.requests import Hypothesis, Reason, Request, Ticket, Token, check_request, n_source
-from clearhead.generation.running import Member, Parcel, Runner
+from clearhead.generation.running import Runner
+from clearhead.generation.searching import Searches
 from clearhead.generation.strategies import Shaper
 from clearhead.models import Decoder, EncoderDecoder
 
@@ -44,27 +48,23 @@ News = list[tuple[Ticket, Token | None]]
 
 
 @dataclass
-class Group:
-    """Rows that are chosen for in the same way, and what is known of them as long as nobody comes or goes."""
+class Standing:
+    """How those running are chosen for, as long as nobody comes or goes."""
 
-    shaper: Shaper
-    members: list[Member]
-    rows: Int[Tensor, " n"]
-    among: Int[Tensor, " n"] | None  # of the logits, its rows; None: all, in order
-    seeds: Int[Tensor, " n"]
-    n_prompt: Int[Tensor, " n"]
-    limits: Int[Tensor, " n"]
-    scored: bool
-    alternatives: int
+    groups: list[Group]
+    search: Search | None  # that of all rows, if the device goes on with it alone
+    is_blind: bool  # whether all their next tokens can be asked for before their last are known
 
 
 @dataclass
 class Launch:
-    """Tokens that were asked for, on their way from the device."""
+    """Tokens that were asked for, or what a search's beams looked at, on their way from the device."""
 
     step: int
     members: list[Member]
     parcel: Parcel
+    search: Search | None = None
+    is_plain: bool = False  # as a group's
 
 
 class Engine:
@@ -105,10 +105,11 @@ class Engine:
         self.waiting: deque[tuple[Ticket, list[int], Shaper]] = deque()
         self.reading: list[Member] = []
         self.running: list[Member] = []
-        self.groups: list[Group] | None = None  # of those running; None: to be made anew
-        self.searches: dict[Search, Beams] = {}
+        self.standing: Standing | None = None  # of those running; None: to be made anew
+        self.searches = Searches(self.runner, self.blocks)
         self.launches: deque[Launch] = deque()
         self.shapers: dict[str, Shaper] = {}
+        self.last: tuple[tuple[object, ...], Shaper] | None = None  # of these, and what it was made from
         self.names: set[str] = set()
         self.changed: list[Ticket] = []  # since the last step was told
         self.has_left = False  # whether there is something to sweep
@@ -132,7 +133,7 @@ class Engine:
         prompt = check_request(request, self.model, what)
         shaper = self._shaper(request)
         if request.beams > 1:
-            _search(request, shaper)
+            Search.of(request, shaper)
         ticket = Ticket(request)
         ticket.n_prompt = len(prompt)
         need, most = self._need(request, len(prompt)), self.blocks.n_blocks - 1
@@ -176,9 +177,10 @@ class Engine:
             self._sweep()
             self._admit()
             self._read()
-            ahead = self.is_gpu and all(member.is_blind for member in self.running)
-            self._receive(self.n_steps - ahead)
-            self._sweep()
+            ahead = self.is_gpu and (not self.running or self._stand().is_blind)
+            if not ahead:
+                self._receive(self.n_steps)
+                self._sweep()
             if self.running:
                 self._write()
             self._receive(self.n_steps - (ahead and bool(self.running)))
@@ -186,7 +188,7 @@ class Engine:
 
     def run(self) -> None:
         """Until everything is written."""
-        with evaluating(self.model):
+        with evaluating(self.model), self.runner.at_once.alone():
             while self.is_busy:
                 self._step()
                 self.changed.clear()
@@ -194,11 +196,19 @@ class Engine:
     # Coming and going.
 
     def _shaper(self, request: Request) -> Shaper:
+        told = request.strategy, self.model.generation, request.eos
+        # Many requests of one caller have the same ones, which may not be such as can be changed.
+        is_fixed = not (request.strategy.logit_bias or request.strategy.suppress) and isinstance(
+            request.eos, tuple | None
+        )
+        if is_fixed and self.last is not None and all(map(is_, told, self.last[0])):
+            return self.last[1]
         key = f"{request.strategy} {request.eos} {self.model.generation}"
         if key not in self.shapers:
             if len(self.shapers) >= 1000:  # a server's users may each bring their own
                 self.shapers.clear()
             self.shapers[key] = Shaper(self.model, request.eos, request.strategy)
+        self.last = told, self.shapers[key]
         return self.shapers[key]
 
     def _need(self, request: Request, n_prompt: int) -> int:
@@ -209,6 +219,8 @@ class Engine:
 
     def _admit(self) -> None:
         """Let in, in order, what fits."""
+        if not self.waiting:
+            return
         n_rows = sum(member.width for member in (*self.running, *self.reading))
         while self.waiting:
             ticket, prompt, shaper = self.waiting[0]
@@ -265,13 +277,10 @@ class Engine:
                 keep += rows
                 stay.append(member)
         self._free(gone)
+        self.searches.forget()
         if len(stay) < len(self.running):
-            for search, beams in list(self.searches.items()):
-                beams.keep([row for row, ticket in enumerate(beams.tickets) if not ticket.is_done])
-                if not beams.tickets:
-                    del self.searches[search]
-            self.running, self.groups = stay, None
-            self.runner.keep(keep)
+            self.running, self.standing = stay, None
+            self.runner.keep(keep, beams=any(member.width > 1 for member in stay))
 
     def _firsts(self, members: Sequence[Member]) -> list[int]:
         """The first row of each."""
@@ -296,9 +305,9 @@ class Engine:
         """A piece of the prompts that wait, in order, at most `prefill_tokens` in all."""
         budget = self.prefill_tokens
         while self.reading and budget > 0:
-            batch = self._readers(budget)
-            T = min(max(member.n_left for member in batch), max(budget, 1))
-            budget -= max(T, *map(_length, batch)) * len(batch) if batch[0].n_source else T * len(batch)
+            batch, cost = self._readers(budget)
+            T = min(max(member.n_left for member in batch), budget)
+            budget -= cost
             logits = self.runner.read(batch, T)
             for member in batch:
                 member.n_read += min(member.n_left, T)
@@ -306,163 +315,143 @@ class Engine:
             if batch[0].n_left == 0:
                 self._start(batch, logits)
 
-    def _readers(self, budget: int) -> list[Member]:
-        """Prompts to read together: whole ones about as long as the first in order, or a piece of that one alone."""
-        first = self.reading[0]
-        batch, longest = [first], _length(first)
+    def _readers(self, budget: int) -> tuple[list[Member], int]:
+        """Prompts to read together, and how many tokens that is: whole ones, if they must be padded about as long as the first
+        in order, or a piece of that one alone."""
+        first, packs = self.reading[0], self.runner.reader.packs
+        batch, longest, total = [first], _length(first), _length(first)
         if first.n_read or first.n_left > budget:
-            return batch
+            return batch, max(min(first.n_left, budget), first.n_source)
         for member in self.reading[1:]:
             length = _length(member)
             T = max(longest, length)
-            alike = 2 * min(longest, length) + BLOCK >= T and _frames(member) == _frames(first)
-            if alike and not member.n_read and (len(batch) + 1) * T <= budget:
+            alike = packs or (2 * min(longest, length) + BLOCK >= T and _frames(member) == _frames(first))
+            cost = total + length if packs else (len(batch) + 1) * T
+            if alike and not member.n_read and cost <= budget:
                 batch.append(member)
-                longest = T
-        return batch
+                longest, total = T, cost
+        if packs:  # long ones first: later steps look at the rows in order, and short ones fill the gaps at the end
+            batch.sort(key=lambda member: -member.n_left)
+        return batch, total
 
     def _start(self, members: list[Member], logits: Float[Tensor, "B V"]) -> None:
         """Prompts were read: their rows join the batch, and their first tokens are chosen."""
         for member in members:
             if member.width == 1:
                 self.blocks.remember(member.prompt, member.row.tolist())
-            self.blocks.share(np.tile(member.row, member.width - 1))
             if member.constraints and member.width > 1:
                 member.constraints = [held.fork() for held in member.constraints * member.width if held is not None]
-        first = self.runner.n
+        firsts = [self.runner.n + at for at in self._firsts(members)]
         self.runner.join(members)
-        self.running += members
-        self.groups = None
-        wide = [at for at, member in enumerate(members) if member.width > 1]
+        self.running = [*self.running, *members]  # a new list: what was asked for holds the old one
+        self.standing = None
+        for group in make_groups(members, firsts, range(len(members)), self.device):
+            self._ask(group.members, choose(group, logits, self.runner), is_plain=group.is_plain)
+        wide: dict[Search, list[int]] = {}
+        for at, member in enumerate(members):
+            if member.search is not None:
+                wide.setdefault(member.search, []).append(at)
         if wide:
-            logits = logits.repeat_interleave(torch.tensor([m.width for m in members], device=self.device), 0)
-        firsts = [first + at for at in self._firsts(members)]
-        for group in self._group(members, firsts, len(logits)):
-            self._choose(group, logits)
-        searches: dict[Search, list[int]] = {}
-        for at in wide:
-            searches.setdefault(_search(members[at].ticket.request, members[at].shaper), []).append(at)
-        for search, places in searches.items():
-            joined = [members[at] for at in places]
-            dtype = torch.promote_types(logits.dtype, torch.float32)
-            beams = Beams(search, [m.ticket for m in joined], [m.prompt for m in joined], dtype)
-            self._extend(beams, joined, [firsts[at] for at in places], logits, first)
-            self.searches[search] = self.searches[search].merge(beams) if search in self.searches else beams
+            self.searches.share(members, firsts)
+        for search, places in wide.items():
+            own = logits if len(places) == len(members) else logits[send(np.array(places), self.device)]
+            those = [members[at] for at in places]
+            self._ask(those, self.searches.start(search, those, [firsts[at] for at in places], own), search)
 
     # Writing.
 
+    def _stand(self) -> Standing:
+        if self.standing is None:
+            members, firsts = self.running, self._firsts(self.running)
+            groups, search = make_groups(members, firsts, firsts, self.device), self.searches.common(members)
+            is_blind = search is not None or all(member.is_blind for member in members)
+            self.standing = Standing(groups, search, is_blind)
+        return self.standing
+
     def _write(self) -> None:
         """One token for every row."""
+        standing = self._stand()
         self._make_room()
+        if standing.search is not None:
+            self._ask(self.running, Parcel(self.runner.write(standing.search)), standing.search)
+            return
         logits = self.runner.write()
-        if self.groups is None:
-            self.groups = self._group(self.running, self._firsts(self.running), len(logits))
-        for group in self.groups:
-            self._choose(group, logits)
-        places = dict(zip(map(id, (m.ticket for m in self.running)), self._firsts(self.running), strict=True))
-        members = {id(member.ticket): member for member in self.running}
-        for beams in self.searches.values():
-            those = [members[id(ticket)] for ticket in beams.tickets]
-            self._extend(beams, those, [places[id(ticket)] for ticket in beams.tickets], logits, 0)
+        for group in standing.groups:
+            self._ask(group.members, choose(group, logits, self.runner), is_plain=group.is_plain)
+        if not standing.is_blind:  # blind: none that searches is running, but some may not have heard their last
+            self._ask(self.searches.extend(self.running, self._firsts(self.running), logits), None)
+
+    def _ask(
+        self, members: list[Member], parcel: Parcel | None, search: Search | None = None, *, is_plain: bool = False
+    ) -> None:
+        """Tokens are on their way, or have come."""
+        if parcel is not None:
+            self.launches.append(Launch(self.n_steps, members, parcel, search, is_plain))
+        for member in members:
+            member.n_asked += 1
+            if member.n_asked >= member.limit:
+                self.has_left = True
+        if parcel is None:
+            self._close()
 
     def _make_room(self) -> None:
         """A block for each row's next token: a new one, or its own copy of one that others share."""
         runner, n = self.runner, self.runner.n
         counts, at = runner.counts[:n], runner.counts[:n] // BLOCK
         full = np.flatnonzero(counts % BLOCK == 0)
-        if len(full) == 0 and not self.searches:
+        copies = bool(self.searches) and not runner.has_paths
+        if len(full) == 0 and not copies:
             return
         holders = np.repeat([member.holder for member in self.running], [member.width for member in self.running])
         if len(full):
             runner.table[full, at[full]] = self.blocks.take(holders[full])
             runner.is_stale = True
-        last = runner.table[np.arange(n), at]
-        shared = np.flatnonzero(self.blocks.refs[last] > 1)  # only beams share a block that is being written
-        if len(shared):
-            # Where all who share a block are here, one of them goes on with it.
-            blocks, first, n_here = np.unique(last[shared], return_index=True, return_counts=True)
-            copied = np.delete(shared, first[n_here == self.blocks.refs[blocks]])
-            targets = self.blocks.take(holders[copied])
-            runner.copy(last[copied], targets)
-            runner.table[copied, at[copied]] = targets
-            self.blocks.release(last[copied])
-            runner.is_stale = True
-
-    def _group(self, members: Sequence[Member], firsts: Sequence[int], n_rows: int) -> list[Group]:
-        """Those that do not search, by the way their tokens are chosen."""
-        by: dict[tuple[int, bool, int], list[tuple[Member, int]]] = {}
-        for member, first in zip(members, firsts, strict=True):
-            if member.width == 1:
-                request = member.ticket.request
-                by.setdefault((id(member.shaper), request.scored, request.alternatives), []).append((member, first))
-        groups: list[Group] = []
-        for (_, scored, alternatives), those in by.items():
-            each = [member for member, _ in those]
-            facts = [(m.ticket.request.seed, len(m.prompt), m.limit, first) for m, first in those]
-            seeds, n_prompt, limits, rows = send(np.array(facts, np.int64), self.device).unbind(1)
-            among = rows - firsts[0] if len(those) < n_rows else None
-            groups.append(Group(each[0].shaper, each, rows, among, seeds, n_prompt, limits, scored, alternatives))
-        return groups
-
-    def _choose(self, group: Group, logits: Float[Tensor, "n V"]) -> None:
-        """Each row's next token, asked for; it is told when it has arrived."""
-        shaper, members, runner = group.shaper, group.members, self.runner
-        bound = any(member.constraints for member in members)
-        greedy = shaper.is_plain and shaper.strategy.temperature == 0 and not bound
-        looked_at = not (greedy and runner.is_greedy) or group.scored or bool(group.alternatives)
-        logits = logits[group.among] if looked_at and group.among is not None else logits
-        scores = alternatives = dead = None
-        if greedy and runner.is_greedy:
-            tokens = runner.tokens[: len(members)] if group.among is None else runner.tokens[group.rows]
-        elif greedy:
-            tokens = runner.tokens[group.rows] = logits.argmax(-1)
-        else:
-            steps = send(np.array([member.n_asked for member in members]), self.device)
-            history = None
-            if shaper.looks_back:
-                history = lay_out([[*m.prompt, *m.ticket.written] for m in members], self.device)
-            shaped = shaper(widen(logits), history, group.n_prompt, steps, group.limits)
-            if bound:
-                shaped = shaped.masked_fill(~self._allowed(members), -math.inf)
-            tokens = runner.tokens[group.rows] = shaper.strategy.choose(shaped, group.seeds, steps)
-            dead = ~(shaped > -math.inf).any(-1)  # nothing is left to choose from
-        if group.scored or group.alternatives:
-            log_probs = widen(logits).log_softmax(-1)
-            scores = log_probs.gather(1, tokens[:, None])[:, 0]
-            alternatives = tuple(log_probs.topk(group.alternatives)) if group.alternatives else None
-        if dead is not None:
-            tokens = tokens.masked_fill(dead, -1)
-        for member in members:
-            member.n_asked += 1
-            self.has_left |= member.n_asked >= member.limit
-        self.launches.append(Launch(self.n_steps, members, Parcel(tokens, scores, alternatives)))
-
-    def _allowed(self, members: Sequence[Member]) -> Bool[Tensor, "n V"]:
-        """What their grammars allow next; where there is none, everything."""
-        rows: list[Tensor] = []
-        for member in members:
-            everything = torch.ones(self.model.config.vocab_size, dtype=torch.bool)
-            for held in member.constraints or [None] * member.width:
-                try:
-                    rows.append(held.allowed() if held is not None else everything)
-                except InputError:  # the vocabulary lacks what must come next: this text fails, the others go on
-                    rows.append(~everything)
-        return torch.stack(rows).to(self.device)
+        if copies:
+            self.searches.copy_shared(holders)
 
     def _receive(self, until: int) -> None:
         """Tokens asked for up to this step: they join their texts."""
         while self.launches and self.launches[0].step <= until:
             launch = self.launches.popleft()
-            for member, id, score, others in zip(launch.members, *launch.parcel.open(), strict=True):
-                ticket = member.ticket
-                if ticket.reason is None and id < 0:
-                    self._fail(ticket)
-                elif ticket.reason is None:
-                    if score is not None:
-                        ticket.scores.append(score)
-                    if others is not None:
-                        ticket.alternatives.append(others)
-                    self._add(member, id)
+            if launch.search is not None:
+                self.searches.advance(launch.search, launch.members, launch.parcel)
+                self._close()
+            else:
+                self._tell(launch)
+
+    def _close(self) -> None:
+        """Searches that are over are told."""
+        for ticket, hypotheses in self.searches.over():
+            ticket.hypotheses = hypotheses[: ticket.request.n_best]
+            if not hypotheses:
+                self._fail(ticket)
+                continue
+            ticket.written = hypotheses[0].tokens
+            ticket.n_shown = len(ticket.written)
+            self._end(ticket, "end" if hypotheses[0].finished else "length")
+
+    def _tell(self, launch: Launch) -> None:
+        """One more token of each text; -1: there was none to choose."""
+        ids, *rest = (part.tolist() for part in launch.parcel.open())
+        for place, (member, id) in enumerate(zip(launch.members, ids, strict=True)):
+            ticket = member.ticket
+            if ticket.reason is not None:
+                continue
+            ends, n = member.shaper.ends, len(ticket.written) + 1
+            if (
+                launch.is_plain and id >= 0 and id not in ends and n < member.limit
+            ):  # most are, and there may be hundreds
+                ticket.written.append(id)
+                ticket.n_shown = n
+                self.changed.append(ticket)
+            elif id < 0:
+                self._fail(ticket)
+            else:
+                if rest:
+                    ticket.scores.append(rest[0][place])
+                if len(rest) > 1:
+                    ticket.alternatives.append(tuple(zip(rest[2][place], rest[1][place], strict=True)))
+                self._add(member, id)
 
     def _add(self, member: Member, id: int) -> None:
         """One more token of a text, and whether it ends it."""
@@ -495,61 +484,6 @@ class Engine:
                 total /= len(written) ** request.length_penalty
             ticket.hypotheses = [Hypothesis(ticket.ids, total, reason != "length")]
             self._end(ticket, reason)
-
-    def _extend(
-        self,
-        beams: Beams,
-        members: Sequence[Member],
-        firsts: Sequence[int],
-        logits: Float[Tensor, "n V"],
-        first: int,
-    ) -> None:
-        """One step of searches: beams go on from each other's texts, sharing the blocks that hold them."""
-        K, runner = beams.search.beams, self.runner
-        rows = (np.array(firsts)[:, None] + np.arange(K)).ravel()
-        if len(rows) < len(logits):
-            logits = logits[send(rows - first, self.device)]
-        allowed = self._allowed(members) if any(member.constraints for member in members) else None
-        tokens, parents = beams.extend(*beams.candidates(logits, allowed))
-        whole = len(rows) == runner.n and rows[0] == 0 and rows[-1] == runner.n - 1
-        runner.tokens[slice(0, runner.n) if whole else send(rows, self.device)] = send(tokens.ravel(), self.device)
-        sources = (np.array(firsts)[:, None] + parents).ravel()
-        moved = np.flatnonzero(rows != sources)
-        if len(moved):
-            used = -(-int(runner.counts[rows].max()) // BLOCK)
-            old, new = runner.table[rows[moved], :used], runner.table[sources[moved], :used]
-            self.blocks.share(new[new > 0])
-            self.blocks.release(old[old > 0])
-            runner.table[rows[moved], :used] = new
-            runner.is_stale = True
-        for place, member in enumerate(members):
-            member.n_asked += 1
-            self.has_left |= member.n_asked >= member.limit
-            if member.constraints:
-                alive = (beams.scores[place] > -math.inf).tolist()
-                self._follow(member, tokens[place].tolist(), parents[place].tolist(), alive)
-            if not beams.is_open[place]:
-                ticket = member.ticket
-                ticket.hypotheses = beams.done[place][: ticket.request.n_best]
-                if not ticket.hypotheses:
-                    self._fail(ticket)
-                    continue
-                ticket.written = ticket.hypotheses[0].tokens
-                ticket.n_shown = len(ticket.written)
-                self._end(ticket, "end" if ticket.hypotheses[0].finished else "length")
-
-    def _follow(self, member: Member, tokens: list[int], parents: list[int], alive: list[int]) -> None:
-        """Each beam's grammar goes where the beam went."""
-        before = member.constraints
-        after = [before[parent] if lives else None for parent, lives in zip(parents, alive, strict=True)]
-        member.constraints = [held.fork() if held is not None else None for held in after]
-        for held, token in zip(member.constraints, tokens, strict=True):
-            if held is not None:
-                held.push(token)
-
-
-def _search(request: Request, shaper: Shaper) -> Search:
-    return Search(request.beams, request.length_penalty, request.early_stopping, shaper)
 
 
 def _length(member: Member) -> int:

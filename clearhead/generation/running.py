@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,43 +12,14 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clearhead.generation.batches import pad, send
-from clearhead.generation.constraints import Constraint
-from clearhead.generation.requests import Ticket, n_source
-from clearhead.generation.strategies import Shaper
-from clearhead.layers.linear import recording
-from clearhead.layers.masks import Mask, Pages
+from clearhead.generation.batches import send
+from clearhead.generation.beams import Search, go_on, likeliest
+from clearhead.generation.members import Member, Numbers
+from clearhead.generation.reading import Reader
+from clearhead.generation.recordings import Recordings, padded
+from clearhead.layers.masks import Pages
 from clearhead.layers.pages import PagedCache, Pool
-from clearhead.models import Decoder, EncoderDecoder
-from clearhead.models.encoder_decoder import source_mask
-
-Numbers = NDArray[np.int32]
-
-
-class Member:
-    """A request that was let in: its prompt and the blocks that hold it, and what is known of its text."""
-
-    def __init__(self, ticket: Ticket, prompt: list[int], shaper: Shaper, holder: int) -> None:
-        self.ticket, self.prompt, self.shaper, self.holder = ticket, prompt, shaper, holder
-        request = ticket.request
-        self.limit, self.width = request.max_new_tokens, request.beams
-        self.row: Numbers = np.zeros(0, np.int32)
-        self.source: Numbers = np.zeros(0, np.int32)
-        self.n_source = n_source(request.source)
-        self.n_read = 0  # of the prompt
-        self.n_asked = 0  # tokens asked of the model; the ticket holds those that have arrived
-        # One a row; None for a beam that is not alive.
-        self.constraints: list[Constraint | None] = [] if request.grammar is None else [request.grammar.start()]
-
-    @property
-    def is_blind(self) -> bool:
-        """Whether its next token can be asked for before its last is known."""
-        return self.width == 1 and not self.constraints and not self.shaper.looks_back
-
-    @property
-    def n_left(self) -> int:
-        """Tokens of the prompt still to be read."""
-        return len(self.prompt) - self.n_read
+from clearhead.models import Decoder, EncoderDecoder, whole_step
 
 
 class Runner:
@@ -55,6 +28,10 @@ class Runner:
 
     On a GPU a step is recorded once for each of a few numbers of rows and replayed: thousands of small kernels then cost no time
     of the CPU. Rows that pad the batch to such a number are not `live`: they look at nothing and write to nobody's block.
+
+    There a search goes on without the CPU, too (`has_paths`): each beam writes to blocks of its own, and its path names the
+    place of each of its tokens, so that a beam goes on from another by copying a path. Without paths beams share blocks, and
+    the engine copies one before a beam writes to it.
     """
 
     def __init__(
@@ -85,21 +62,31 @@ class Runner:
         self.source_table = np.zeros((max_rows, source_width), np.int32)
         self.source_counts = np.zeros(max_rows, np.int32)
         self.tokens = torch.zeros(max_rows, dtype=torch.long, device=self.device)
+        self.has_paths = self.device.type == "cuda"
+        self.paths: Int[Tensor, "R L"] | None = None  # while there are beams
+        self.path_memory: Int[Tensor, "R L"] | None = None  # the same; recordings know it by its address
+        wide = torch.promote_types(precision(weight), torch.float32)
+        self.scores = torch.zeros(max_rows, dtype=wide, device=self.device)  # of beams
         self.is_stale = self.has_moved = True  # tables; who stands where
         self.is_greedy = False  # whether `write` has put each row's likeliest next token in `tokens`
         # A bias needs the distance of every pair, for lengths that a recording does not know.
         records = self.device.type == "cuda" and stack.positions.bias is None
-        self.recordings: Recordings | None = Recordings(self) if records else None
-        self.watched = list(stack.modules()) if records else []
+        self.recordings = Recordings(model, self.device) if records else None
+        self.mirror = Mirror(self) if records else None
+        self.reader = Reader(model, self.pool, max_rows, self.recordings)
+        self.at_once = whole_step.Steps(model)  # on a CPU
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Only these rows stay, in this order."""
+    def keep(self, rows: Sequence[int], *, beams: bool) -> None:
+        """Only these rows stay, in this order; whether there are beams among them."""
         n, at = len(rows), np.array(rows, np.int64)
         for held in (self.table, self.counts, self.source_table, self.source_counts):
             held[:n] = held[at]
             held[n : self.n] = 0
-        self.tokens[:n] = self.tokens[send(at, self.device)]
+        stay = send(at, self.device)
+        for held in (self.tokens, self.scores, *([] if self.paths is None else [self.paths])):
+            held[:n] = held[stay]
         self.n = n
+        self.paths = self.paths if beams else None
         self.is_stale = self.has_moved = True
 
     def join(self, members: Sequence[Member]) -> None:
@@ -112,6 +99,27 @@ class Runner:
             self.source_counts[rows] = member.n_source
             self.n = rows.stop
         self.is_stale = self.has_moved = True
+        if self.paths is not None:
+            self._lay_paths(self.n - sum(member.width for member in members))
+        elif self.has_paths and any(member.width > 1 for member in members):
+            if self.path_memory is None:
+                shape = self.max_rows, self.table.shape[1] * self.block
+                self.path_memory = torch.zeros(shape, dtype=torch.int32, device=self.device)
+            self.paths = self.path_memory
+            self._lay_paths(0)
+
+    def _lay_paths(self, first: int) -> None:
+        """The rows from this one on are where the table says."""
+        assert self.paths is not None
+        at = np.arange(int(self.counts[first : self.n].max()))
+        laid = self.table[first : self.n][:, at // self.block] * self.block + at % self.block
+        self.paths[first : self.n, : len(at)] = send(laid.astype(np.int32), self.device)
+
+    def follow(self, rows: NDArray[np.int64], sources: NDArray[np.int64]) -> None:
+        """These rows go on from the texts of those."""
+        assert self.paths is not None
+        to, of = send(np.stack([rows, sources]), self.device)
+        self.paths[to] = self.paths[of]
 
     def copy(self, sources: Numbers, targets: Numbers) -> None:
         """Whole blocks."""
@@ -119,59 +127,75 @@ class Runner:
 
     def read(self, members: Sequence[Member], T: int) -> Float[Tensor, "B V"]:
         """The next T tokens of each one's prompt, or what is left of it; logits after the last of them."""
-        starts = [member.n_read for member in members]
-        rows = [member.prompt[start : start + T] for member, start in zip(members, starts, strict=True)]
-        tokens, real = pad(rows, self.device)
         self.is_greedy = False
-        table = self._lay(member.row for member in members)
-        cache = PagedCache(self.pool, table, send(np.array(starts), self.device), fresh=not any(starts))
-        if isinstance(self.model, EncoderDecoder):
-            counts = send(np.array([member.n_source for member in members]), self.device)
-            cache.read(Pages(self._lay(member.source for member in members), counts, self.block))
-            memory, memory_mask = self._encode(members)
-            states = self.model.states(tokens, memory, memory_mask, mask=real, cache=cache)
-        else:
-            states = self.model.states(tokens, real, cache=cache)
-        last = send(np.array([len(row) - 1 for row in rows]), self.device)
-        states = states[torch.arange(len(rows), device=self.device), last]
-        return self.model.project(states[:, None])[:, 0]
+        return self.reader.read(members, T)
 
-    def _encode(self, members: Sequence[Member]) -> tuple[Float[Tensor, "B S D"], Mask]:
-        """What the encoder makes of their sources."""
-        model = self.model
-        assert isinstance(model, EncoderDecoder)
-        sound: list[Tensor] = []
-        texts: list[list[int]] = []
-        for member in members:
-            source = member.ticket.request.source
-            if isinstance(source, Tensor):
-                sound.append(source)
-            elif source is not None:
-                texts.append(list(source))
-        if sound:
-            return model.encode(torch.stack(sound).to(self.device, self.dtype)), source_mask(None)
-        source, real = pad(texts, self.device)
-        return model.encode(source, real), source_mask(real)
-
-    def write(self) -> Float[Tensor, "n V"]:
-        """Each row's last token read; logits for its next."""
-        n = self.n
-        self.is_greedy = self.recordings is not None and not self._is_watched()
-        if self.recordings is not None and self.is_greedy:
-            logits = self.recordings.replay()
+    def write(self, search: Search | None = None) -> Tensor:
+        """Each row's last token read; logits for its next. All rows those of one plain search: what its beams looked at, for
+        `Beams.advance`; they go on from each other here."""
+        n, recordings, mirror = self.n, self.recordings, self.mirror
+        self.is_greedy = recordings is not None and not recordings.is_watched
+        if self.is_greedy and recordings is not None and mirror is not None:
+            mirror.follow(self)
+            beams = 1 if search is None else search.beams
+            size = padded(n // beams, self.max_rows // beams) * beams
+            kind = self.paths is not None if search is None else (beams, search.shaper.ends)
+            kept = [self.tokens, self.scores, *([] if self.paths is None else [self.paths])]
+            out = recordings.run((size, kind), partial(self._step, mirror, size, search), told=mirror.live, kept=kept)
+            out = out[:n] if search is None else out[:, : n // beams]
+        elif search is None and self.paths is None and (found := self._write_at_once()) is not None:
+            out, self.is_greedy = found, True
         else:
-            self.has_moved = True  # the recording's own counts did not follow
-            used = -(-int(self.counts[:n].max() + 1) // self.block)
+            self.has_moved = True  # the mirror's counts did not follow
+            longest = int(self.counts[:n].max()) + 1
+            used = -(-longest // self.block)
             table, counts = send(self.table[:n, :used], self.device), send(self.counts[:n], self.device)
             used = -(-int(self.source_counts[:n].max()) // self.block)
             source = send(self.source_table[:n, :used], self.device), send(self.source_counts[:n], self.device)
-            logits = self.step(self.tokens[:n], PagedCache(self.pool, table, counts), *source)
+            paths = None if self.paths is None else self.paths[:n, :longest]
+            out = self.step(self.tokens[:n], PagedCache(self.pool, table, counts, paths=paths), *source)
+            out = out if search is None else self.search(out, search)
         self.counts[:n] += 1
-        return logits
+        return out
 
-    def _is_watched(self) -> bool:
-        """Whether somebody hooked into the model: a recording would pass by unseen."""
-        return any(module._forward_hooks or module._forward_pre_hooks for module in self.watched)  # pyright: ignore[reportPrivateUsage]
+    def _write_at_once(self) -> Float[Tensor, "n V"] | None:
+        """On a CPU, all of the step in one call, where the model allows it."""
+        pages, source = (self.table, self.counts), (self.source_table, self.source_counts)
+        return self.at_once.write(self.tokens[: self.n], self.pool, pages, source)
+
+    def _step(self, mirror: Mirror, size: int, search: Search | None) -> Tensor:
+        """What is recorded of a step."""
+        live, paths = mirror.live[:size], None if self.paths is None else self.paths[:size]
+        cache = PagedCache(self.pool, mirror.table[:size], mirror.counts[:size], live=live, paths=paths)
+        out = self.step(self.tokens[:size], cache, mirror.source_table[:size], mirror.source_counts[:size])
+        if search is None:
+            self.tokens[:size] = out.argmax(-1)  # the greedy ones are done; the engine replaces the others
+        else:
+            out = self.search(out, search)
+        mirror.counts[:size] += live
+        return out
+
+    def search(self, logits: Float[Tensor, "R V"], search: Search) -> Int[Tensor, "3 B n"]:
+        """The first rows' beams go on."""
+        assert self.paths is not None
+        R, n = len(logits), search.n_candidates
+        grouped = (-1, search.beams)
+        values, ids = (each.unflatten(0, grouped) for each in likeliest(logits, n))
+        scores, tokens, parents, seen = go_on(values, ids, self.scores[:R].unflatten(0, grouped), search.shaper.ends)
+        self.scores[:R], self.tokens[:R] = scores.flatten(), tokens.flatten()
+        firsts = torch.arange(0, R, search.beams, device=self.device)
+        self.paths[:R] = self.paths[(firsts[:, None] + parents).flatten()]
+        return seen
+
+    def start(self, logits: Float[Tensor, "B V"], search: Search, rows: NDArray[np.int64]) -> Int[Tensor, "3 B n"]:
+        """The same for the first tokens of beams in these rows: all of a request go on from its prompt."""
+        values, ids = (each[:, None].expand(-1, search.beams, -1) for each in likeliest(logits, search.n_candidates))
+        scores = torch.full(values.shape[:2], -math.inf, dtype=self.scores.dtype, device=self.device)
+        scores[:, 0] = 0
+        scores, tokens, _, seen = go_on(values, ids, scores, search.shaper.ends)
+        at = send(rows, self.device)
+        self.scores[at], self.tokens[at] = scores.flatten(), tokens.flatten()
+        return seen
 
     def step(
         self, tokens: Int[Tensor, " n"], cache: PagedCache, source: Int[Tensor, "n s"], source_counts: Int[Tensor, " n"]
@@ -184,112 +208,32 @@ class Runner:
             states = self.model.states(tokens[:, None], cache=cache)
         return self.model.project(states)[:, 0]
 
-    def _lay(self, rows: Iterable[Numbers]) -> Int[Tensor, "B m"]:
-        """Rows of blocks, side by side."""
-        given = list(rows)
-        table = np.zeros((len(given), max(map(len, given))), np.int32)
-        for at, row in enumerate(given):
-            table[at, : len(row)] = row
-        return send(table, self.device)
 
-
-class Recordings:
-    """One step of a runner, recorded as a CUDA graph for each of a few numbers of rows.
-
-    A graph reads and writes the same memory each time: here that is the tables, the counts, which it raises, and the tokens,
-    which become the likeliest next ones.
-    """
+class Mirror:
+    """The tables as the device has them, for a recorded step: it raises the counts of `live` rows itself."""
 
     def __init__(self, runner: Runner) -> None:
-        self.runner, R = runner, runner.max_rows
+        self.device, self.block = runner.device, runner.block
         held = (runner.table, runner.counts, runner.source_table, runner.source_counts)
         self.table, self.counts, self.source_table, self.source_counts = (
-            torch.zeros(each.shape, dtype=torch.int32, device=runner.device) for each in held
+            torch.zeros(each.shape, dtype=torch.int32, device=self.device) for each in held
         )
-        self.live = torch.zeros(R, dtype=torch.int32, device=runner.device)
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self.memory = torch.cuda.graph_pool_handle()
+        self.live = torch.zeros(runner.max_rows, dtype=torch.int32, device=self.device)
 
-    def replay(self) -> Float[Tensor, "n V"]:
-        runner, n = self.runner, self.runner.n
+    def follow(self, runner: Runner) -> None:
+        """What changed is sent; rows that are no longer there are not live."""
+        n = runner.n
         if runner.has_moved:
-            self._send()
-        elif runner.is_stale:
-            used = -(-int(runner.counts[:n].max() + 1) // runner.block)
-            self.table[:n, :used] = send(runner.table[:n, :used], runner.device)
-        runner.is_stale = runner.has_moved = False
-        size = _size(n, runner.max_rows)
-        if size not in self.graphs:
-            self.graphs[size] = self._record(size)
-        graph, logits = self.graphs[size]
-        graph.replay()
-        return logits[:n]
-
-    def _send(self) -> None:
-        """All tables; rows that are no longer there are not live."""
-        runner, n = self.runner, self.runner.n
-        pairs = (self.table, runner.table), (self.source_table, runner.source_table)
-        for ours, theirs in (*pairs, (self.counts, runner.counts), (self.source_counts, runner.source_counts)):
-            ours.zero_()
-            ours[:n] = send(theirs[:n], runner.device)
-        self.live.zero_()
-        self.live[:n] = 1
-
-    def _step(self, size: int) -> Float[Tensor, "R V"]:
-        runner, live = self.runner, self.live[:size]
-        cache = PagedCache(runner.pool, self.table[:size], self.counts[:size], live=live)
-        logits = runner.step(runner.tokens[:size], cache, self.source_table[:size], self.source_counts[:size])
-        runner.tokens[:size] = logits.argmax(-1)  # the greedy ones are done; the engine replaces the others
-        self.counts[:size] += live
-        return logits
-
-    def _record(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        # The first run compiles and chooses kernels. It must change nothing that is kept: no row is live, the tokens are put
-        # back, and the keys and values that it writes are those that the replay writes again.
-        stream, live, tokens = torch.cuda.Stream(self.runner.device), self.live.clone(), self.runner.tokens.clone()
-        stream.wait_stream(torch.cuda.current_stream(self.runner.device))
-        with torch.cuda.stream(stream), recording:
+            pairs = (self.table, runner.table), (self.source_table, runner.source_table)
+            for ours, theirs in (*pairs, (self.counts, runner.counts), (self.source_counts, runner.source_counts)):
+                ours.zero_()
+                ours[:n] = send(theirs[:n], self.device)
             self.live.zero_()
-            for _ in range(2):
-                self._step(size)
-            self.live.copy_(live)
-            self.runner.tokens.copy_(tokens)
-        torch.cuda.current_stream(self.runner.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.memory, stream=stream), recording:
-            logits = self._step(size)
-        return graph, logits
-
-
-class Parcel:
-    """Tokens, their scores and alternatives on their way from the device; `open` waits for them."""
-
-    def __init__(self, tokens: Tensor, scores: Tensor | None, alternatives: tuple[Tensor, ...] | None) -> None:
-        each = [tokens, *([] if scores is None else [scores]), *(alternatives or ())]
-        self.has_scores, self.has_others = scores is not None, alternatives is not None
-        self.arrival: torch.cuda.Event | None = None
-        if tokens.is_cuda:
-            # Only into pinned memory does a copy go on while the CPU does.
-            each = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in each]
-            self.arrival = torch.cuda.Event()
-            self.arrival.record()
-        self.parts = each
-
-    def open(self) -> tuple[list[int], Sequence[float | None], Sequence[tuple[tuple[int, float], ...] | None]]:
-        if self.arrival is not None:
-            self.arrival.synchronize()
-        ids, *rest = (part.tolist() for part in self.parts)
-        nothing = [None] * len(ids)
-        if not self.has_others:
-            return ids, (rest[0] if self.has_scores else nothing), nothing
-        return ids, rest[0], [tuple(zip(*pair, strict=True)) for pair in zip(rest[2], rest[1], strict=True)]
-
-
-def _size(n: int, most: int) -> int:
-    """The number of rows that is recorded for n: 1, 2, 4, 8, then by an eighth more at most."""
-    step = max(1, 2 ** ((n - 1).bit_length() - 3)) if n > 8 else 0
-    size = -(-n // step) * step if step else 1 << (n - 1).bit_length()
-    return min(size, most)
+            self.live[:n] = 1
+        elif runner.is_stale:
+            used = -(-int(runner.counts[:n].max() + 1) // self.block)
+            self.table[:n, :used] = send(runner.table[:n, :used], self.device)
+        runner.is_stale = runner.has_moved = False
 
 
 def precision(weight: Tensor) -> torch.dtype:

@@ -87,6 +87,8 @@ def offset(biases: Mapping[int, Number], vocab_size: int, device: torch.device) 
 
 def force(logits: Logits, token: int, rows: Rows) -> Logits:
     """This token and no other, with log-probability 0, in these rows."""
+    if rows.device.type == "cpu" and not rows.any():  # a GPU would have to be waited for
+        return logits
     only = torch.full_like(logits, -math.inf)
     only[:, token] = 0.0
     return torch.where(rows[:, None], only, logits)
@@ -184,8 +186,8 @@ class Shaper:
     """A strategy and a checkpoint's own rules, made ready for one model.
 
     `shaper(logits, history, n_prompt, steps, limits)` gives the logits to choose from for each row's new token number `steps`
-    of at most `limits`. `ends` are the ids that end a text: those asked for, or the checkpoint's own. Only with `looks_back`
-    is the history looked at.
+    of at most `limits`; `in_place` may change the ones given: of many rows, new memory takes longer than what is done in it.
+    `ends` are the ids that end a text: those asked for, or the checkpoint's own. Only with `looks_back` is the history looked at.
     """
 
     def __init__(self, model: Decoder | EncoderDecoder, eos: int | Sequence[int] | None, strategy: Strategy) -> None:
@@ -221,10 +223,12 @@ class Shaper:
         n_prompt: Int[Tensor, " B"],
         steps: Int[Tensor, " B"],
         limits: Int[Tensor, " B"],
+        *,
+        in_place: bool = False,
     ) -> Logits:
         s = self.strategy
         if self.always is not None:
-            logits = logits + self.always
+            logits = logits.add_(self.always) if in_place else logits + self.always
         if history is not None:
             if s.repetition_penalty != 1:
                 logits = penalise_repetition(logits, history, s.repetition_penalty)

@@ -100,6 +100,8 @@ class TokenHead(nn.Module):
     A fixed bias (Marian) is loaded and saved but not trained.
     """
 
+    eight = False  # whether training multiplies in 8 bits (fp8.py); the loss, which takes the parts, does it
+
     def __init__(
         self,
         *,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from clearhead.errors import ConfigError, did_you_mean
-from clearhead.layers.linear import FusedLinear, Linear, save_apart
+from clearhead.layers.linear import FusedLinear, Linear, activated, save_apart
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -43,4 +44,9 @@ class FeedForward(nn.Module):
         if self.gated:
             gate, up = self.gate_up(x)
             return self.down(act(gate) * up)
-        return self.down(act(self.up(x)))
+        if self.down.product8 is not None and torch.is_grad_enabled():
+            from clearhead.layers import fp8
+
+            return fp8.feedforward(x, self.up, self.down, self.activation)
+        hidden = activated(self.up, x, self.activation)
+        return self.down(act(self.up(x)) if hidden is None else hidden)

@@ -67,7 +67,7 @@ def block_mask(mask: Mask, T: int, S: int, device: torch.device) -> BlockMask:
     Found from each block's lowest and highest position, so this costs (T / 128) (S / 128), never T S. A block that only
     might hold a pair is kept: the kernel asks `allowed` inside it.
     """
-    place = _places(mask, T, S, device)
+    place, documents = _places(mask, T, S, device), mask.numbers(T, S)
 
     def allowed(b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         query, key = place(b, i, j)
@@ -76,9 +76,8 @@ def block_mask(mask: Mask, T: int, S: int, device: torch.device) -> BlockMask:
             ok = ok & (key <= query)
         if mask.window:
             ok = ok & ((key - query).abs() < mask.window)
-        for ids in mask.documents:
-            row = b % ids.shape[0]
-            ok = ok & (ids[row, i + S - T] == ids[row, j])
+        for asking, ids in documents:
+            ok = ok & (asking[b % asking.shape[0], i] == ids[b % ids.shape[0], j])
         return ok
 
     queries, keys = mask.positions(T, S, device)
@@ -93,8 +92,8 @@ def block_mask(mask: Mask, T: int, S: int, device: torch.device) -> BlockMask:
     if mask.window:
         some = some & (nearest < mask.window) & (farthest > -mask.window)
         every = every & (nearest > -mask.window) & (farthest < mask.window)
-    for ids in mask.documents:
-        (a, b), (c, d) = _block_range(ids[:, S - T :]), _block_range(ids)
+    for asking, ids in documents:
+        (a, b), (c, d) = _block_range(asking), _block_range(ids)
         some = some & (a[:, :, None] <= d[:, None]) & (c[:, None] <= b[:, :, None])
         every = every & (a == b)[:, :, None] & (c == d)[:, None] & (a[:, :, None] == c[:, None])
     parts = [part[:, None] for part in (some & ~every, some & every)]

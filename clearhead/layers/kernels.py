@@ -5,7 +5,7 @@ no T x T tensor is made at long lengths. *flex* is torch's flex_attention, which
 agree to rounding; `kernel="auto"` takes fused, and flex on CUDA where it can skip enough to win.
 
 Keys may also lie in the blocks of a pool (`Mask.pages`). One query a row then reads them where they are, by a kernel of our own
-(native.cpp, gpu.py); where that does not fit, they are laid side by side first.
+(native.cpp, gpu/); where that does not fit, they are laid side by side first.
 
 A query that may look at nothing gets zeros and sends no gradient, in every kernel.
 """
@@ -13,6 +13,7 @@ A query that may look at nothing gets zeros and sends no gradient, in every kern
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import replace
 
@@ -170,19 +171,24 @@ def reads_blocks(mask: Mask, bias: Bias | None, T: int, like: Tensor, kernel: st
         return False
     if like.is_cuda:
         return has_triton()
-    return like.device.type == "cpu" and like.dtype == torch.float32 and native.is_there()
+    alone = mask.pages is not None and mask.pages.block == 1  # token by token: only the GPU's kernel reads that
+    return like.device.type == "cpu" and like.dtype == torch.float32 and not alone and native.is_there()
 
 
 def goes_by_spans(mask: Mask, bias: Bias | None, like: Tensor, kernel: str, dropout: float) -> bool:
-    """Whether texts packed into a row are attended to one by one, which torch has a kernel for on CUDA GPUs in 16 bits."""
+    """Whether texts packed into a row are attended to one by one: by torch's kernel for that on CUDA GPUs in 16 bits, on the CPU by
+    a call for each length."""
     return (
         mask.spans is not None
-        and like.is_cuda
-        and autocast_type(like) in (torch.bfloat16, torch.float16)
         and kernel in ("auto", "fused")
         and bias is None
         and not dropout
-        and not (mask.causal or mask.window or mask.keys is not None)
+        and not (mask.window or mask.keys is not None)
+        and (
+            autocast_type(like) in (torch.bfloat16, torch.float16)
+            if like.is_cuda
+            else like.device.type == "cpu" and not torch.compiler.is_compiling()
+        )
     )
 
 
@@ -193,25 +199,51 @@ def autocast_type(x: Tensor) -> torch.dtype:
 
 
 def _by_spans(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    if not q.is_cuda:
+        return _length_by_length(q, k, v, mask, scale)
     from torch.nn.attention.varlen import varlen_attn
 
     spans = mask.spans
     assert spans is not None
+    keys = spans.keys or spans
     usual = 1 / math.sqrt(q.shape[-1])  # what it multiplies with itself
     q, k, v = (x[0].transpose(0, 1) for x in (q if scale == usual else q * (scale / usual), k, v))
-    out = varlen_attn(q, k, v, spans.starts, spans.starts, spans.longest, spans.longest)
+    reach = (-1, 0 if mask.causal else -1)  # keys before and after the query; -1: all
+    out = varlen_attn(q, k, v, spans.starts, keys.starts, spans.longest, keys.longest, window_size=reach)
     assert isinstance(out, Tensor)
     return out.transpose(0, 1)[None]
+
+
+def _length_by_length(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    """Neighbouring texts of one length as a batch: nothing is masked, and sorted texts make large batches."""
+    spans = mask.spans
+    assert spans is not None
+    queries, keys = (s.starts.tolist() for s in (spans, spans.keys or spans))
+    sizes = [(b - a, d - c) for a, b, c, d in zip(queries, queries[1:], keys, keys[1:], strict=False)]
+    parts: list[Tensor] = []
+    i = 0
+    for (t, s), group in itertools.groupby(sizes):
+        n = len(list(group))
+        one, other = slice(queries[i], queries[i] + n * t), slice(keys[i], keys[i] + n * s)
+        i += n
+        if t and s:
+            rows = [x[0, :, at].unflatten(1, (n, -1)).transpose(0, 1) for x, at in ((q, one), (k, other), (v, other))]
+            out = _sdpa(rows[0], rows[1], rows[2], None, scale, 0.0, causal=mask.causal)
+            parts.append(out.transpose(1, 2).flatten(0, 1))  # (n t, H, E)
+        elif t:
+            parts.append(q.new_zeros(n * t, q.shape[1], q.shape[3]))
+    return torch.cat(parts).transpose(0, 1)[None]
 
 
 def _paged(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
     pages = mask.pages
     assert pages is not None
-    if q.is_cuda:
-        from clearhead.layers.gpu import paged_attention
-    else:
-        from clearhead.layers.native import paged_attention
-    return paged_attention(q[:, :, 0], k, v, pages.table, pages.counts, scale, mask.window)[:, :, None]
+    told = (pages.table, pages.counts, scale, mask.window)
+    if not q.is_cuda:
+        return native.paged_attention(q[:, :, 0], k, v, *told)[:, :, None]
+    from clearhead.layers.gpu import paged_attention
+
+    return paged_attention(q[:, :, 0], k, v, *told, each=pages.block == 1)[:, :, None]
 
 
 def check_mask(mask: object) -> Mask:

@@ -1,7 +1,8 @@
 """The products x W^T + b of a model, and several of them as one.
 
 `linear` is the door they all go through. A few rows, as in generating, take as long as reading the weights does: where no gradient
-is wanted, kernels of our own (native.cpp, gpu.py) read them faster than torch's. Weights may also be packed (quantized.py).
+is wanted, kernels of our own (native.cpp, gpu/) read them faster than torch's. Many rows on the CPU go to oneDNN (onednn.py).
+Weights may also be packed (quantized.py).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import functools
 import importlib.util
 import math
 from abc import abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +19,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack as dispatch_modes  # pyright: ignore[reportPrivateUsage]
 from torch._C._functorch import peek_interpreter_stack
+from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 
-from clearhead.layers import native
+from clearhead.layers import native, onednn
 
-CPU_ROWS, CUDA_ROWS = 32, 16  # up to how many our kernels win
+if TYPE_CHECKING:
+    from clearhead.layers.fp8 import Product
+
+CPU_ROWS, CUDA_ROWS = 32, 64  # up to how many our kernels win
 
 
 class Packed(nn.Module):
@@ -44,19 +49,36 @@ def linear(
     """x W^T + b, by the fastest way there is for this many rows."""
     if isinstance(weight, Packed):
         return weight.product(x, bias)
-    if torch.is_grad_enabled() or not is_bare(x, weight) or x.dtype != weight.dtype or not weight.is_contiguous():
+    if not is_bare(x, weight) or x.dtype != weight.dtype or not weight.is_contiguous():
+        return F.linear(x, weight, bias)
+    if onednn.fits(x, weight):
+        return onednn.linear(x, weight, bias)
+    if torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     n_rows = x.numel() // x.shape[-1]
     if x.is_cuda:
         if 0 < n_rows <= CUDA_ROWS and recording.is_on and has_triton():
             from clearhead.layers import gpu
 
-            return gpu.linear(flat(x), weight, bias).view(*x.shape[:-1], -1)
+            if gpu.linear_plan(n_rows, weight.shape[0], weight.shape[1], weight.dtype) is not None:
+                return gpu.linear(flat(x), weight, bias).view(*x.shape[:-1], -1)
         if weight.shape[0] % 8:
             return _wide(flat(x), weight, bias).view(*x.shape[:-1], -1)
     elif 0 < n_rows <= CPU_ROWS and x.dtype == torch.float32 and x.device.type == "cpu" and native.is_there():
         return native.linear(flat(x), weight, bias).view(*x.shape[:-1], -1)
     return F.linear(x, weight, bias)
+
+
+def activated(layer: nn.Module, x: Float[Tensor, "*_ D"], activation: str) -> Float[Tensor, "*_ N"] | None:
+    """f(layer(x)) as one kernel, where there is one and nobody looks between the two; None elsewhere."""
+    if torch.is_grad_enabled() or activation not in onednn.ACTIVATIONS or type(layer) is not Linear:
+        return None
+    if layer._forward_hooks or layer._forward_pre_hooks or _has_any_global_hook():  # pyright: ignore[reportPrivateUsage]
+        return None
+    weight: Tensor | Packed = layer.weight
+    if isinstance(weight, Packed) or not (is_bare(x, weight) and weight.is_contiguous() and onednn.fits(x, weight)):
+        return None
+    return onednn.linear(x, weight, layer.bias, activation)
 
 
 def _wide(x: Float[Tensor, "R D"], weight: Float[Tensor, "N D"], bias: Float[Tensor, " N"] | None) -> Tensor:
@@ -108,7 +130,13 @@ def has_triton() -> bool:
 class Linear(nn.Linear):
     """torch's, through the door."""
 
+    product8: Product | None = None  # set where training multiplies in 8 bits
+
     def forward(self, input: Float[Tensor, "*_ d_in"]) -> Float[Tensor, "*_ d_out"]:
+        if self.product8 is not None and torch.is_grad_enabled():
+            from clearhead.layers import fp8
+
+            return fp8.linear(input, self.weight, self.bias, self.product8, [self.out_features])[0]
         return linear(input, self.weight, self.bias)
 
 
@@ -120,6 +148,8 @@ class FusedLinear(nn.Module):
     The module that holds it calls `save_apart` once.
     """
 
+    product8: Product | None = None
+
     def __init__(self, d_in: int, parts: dict[str, int], *, bias: set[str]) -> None:
         super().__init__()
         self.parts = parts
@@ -130,6 +160,10 @@ class FusedLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(d_bias)) if self.biased else None
 
     def forward(self, x: Float[Tensor, "*_ d_in"]) -> tuple[Float[Tensor, "*_ _"], ...]:
+        if self.product8 is not None and torch.is_grad_enabled():
+            from clearhead.layers import fp8
+
+            return fp8.linear(x, self.weight, self.whole_bias(), self.product8, list(self.parts.values()))
         return linear(x, self.weight, self.whole_bias()).split(list(self.parts.values()), -1)
 
     def whole_bias(self) -> Float[Tensor, " d_out"] | None:

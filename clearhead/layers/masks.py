@@ -24,11 +24,14 @@ ABSENT = -1  # the position of a key that is not there: padding, or a slot of a 
 
 @dataclass(frozen=True, eq=False)
 class Pages:
-    """Keys that lie in blocks of a pool: each row's blocks in the order of its tokens, and how many of those there are."""
+    """Keys that lie in blocks of a pool: each row's blocks in the order of its tokens, and how many of those there are.
+
+    With a `block` of 1 the table names each token's own place: block * slots + slot.
+    """
 
     table: Int[Tensor, "B m"]
     counts: Int[Tensor, " B"]
-    block: int  # tokens in one
+    block: int  # tokens that one number of the table stands for
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +39,8 @@ class Spans:
     """Where each of several texts starts in the one row that holds them all, and where the last one ends."""
 
     starts: Int[Tensor, " n"]
-    longest: int  # tokens of the longest text
+    longest: int  # tokens of the longest text, or more
+    keys: Spans | None = None  # those of the keys, where these are other tokens than the queries
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +57,7 @@ class Mask:
     keys: Int[Tensor, "_ S"] | None = None  # positions; ABSENT where no key is
     queries: Int[Tensor, "_ T"] | None = None
     documents: tuple[Int[Tensor, "_ S"], ...] = ()  # only keys with the query's own number, in each of these
+    asking: tuple[Int[Tensor, "_ T"], ...] = ()  # the queries' numbers in each; (): the queries are the last T keys
     dense: Bool[Tensor, "_ 1 _ S"] | None = None  # all of `allowed`, once `settle` has written it out
     blocks: BlockMask | None = None  # the same for the flex kernel
     pages: Pages | None = None  # where the keys are, when they are in a pool's blocks
@@ -63,6 +68,10 @@ class Mask:
         if self.queries is not None or other.queries is not None:
             raise InputError(
                 "a mask with its own query positions belongs to one cache and does not combine; combine first"
+            )
+        if self.asking or other.asking:
+            raise InputError(
+                "a mask of across() belongs to two packed rows and does not combine; got another beside it"
             )
         keys = self.keys if other.keys is None else other.keys
         if self.keys is not None and other.keys is not None:
@@ -78,7 +87,7 @@ class Mask:
     @property
     def batch(self) -> int | None:
         """For how many rows of the batch this mask differs; None: for none."""
-        sizes = [t.shape[0] for t in (self.keys, self.queries, *self.documents) if t is not None]
+        sizes = [t.shape[0] for t in (self.keys, self.queries, *self.documents, *self.asking) if t is not None]
         return max(sizes) if sizes else None
 
     @property
@@ -89,7 +98,7 @@ class Mask:
     def check(self, B: int, T: int, S: int) -> None:
         """Refuse to speak of other queries and keys than there are."""
         for name, told, length in [
-            ("queries", self.queries, T),
+            *(("queries", t, T) for t in (self.queries, *self.asking)),
             *(("keys", t, S) for t in (self.keys, *self.documents)),
         ]:
             # Written out, since `in` compares by identity first, and a compiler's symbolic sizes have none.
@@ -98,7 +107,7 @@ class Mask:
                     f"the mask speaks of {tuple(told.shape)} {name}, but there are {(B, length)} (batch, length); "
                     f"make it from tensors of that shape"
                 )
-        if self.documents and T > S:
+        if self.documents and not self.asking and T > S:
             raise InputError(
                 f"documents need queries that are among the keys; got {T} queries and {S} keys; use padding"
             )
@@ -116,6 +125,11 @@ class Mask:
         keys = torch.arange(S, device=device)[None] if self.keys is None else self.keys
         queries = keys[:, S - T :] if T <= S else torch.arange(S - T, S, device=device)[None]
         return queries if self.queries is None else self.queries, keys
+
+    def numbers(self, T: int, S: int) -> list[tuple[Int[Tensor, "_ T"], Int[Tensor, "_ S"]]]:
+        """The documents that the queries are of, and the keys."""
+        asking = self.asking or tuple(ids[:, S - T :] for ids in self.documents)
+        return list(zip(asking, self.documents, strict=True))
 
     def distances(self, T: int, S: int, rows: slice, cols: slice, device: torch.device) -> Int[Tensor, "_ t s"]:
         """Key position minus query position, for the pairs asked for."""
@@ -135,8 +149,8 @@ class Mask:
                 terms.append(distance <= 0)
             if self.window:
                 terms.append(distance.abs() < self.window)
-        for ids in self.documents:
-            terms.append(ids[:, S - T :, None][:, rows] == ids[:, None, cols])
+        for asking, ids in self.numbers(T, S):
+            terms.append(asking[:, rows, None] == ids[:, None, cols])
         if not terms:
             return None
         allowed = terms[0]
@@ -178,14 +192,26 @@ def packed(lengths: Sequence[int], device: torch.device | str = "cpu") -> tuple[
     """Texts of these lengths one after the other in one row, without padding: what each token sees, and where it stands."""
     if not lengths or min(lengths) < 1:
         raise InputError(f"each text has one token at least; got lengths {list(lengths)[:8]}; leave empty ones out")
-    sizes = torch.tensor(lengths)
-    starts = F.pad(sizes.cumsum(0), (1, 0))
-    ids = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-    positions = torch.arange(int(starts[-1])) - starts[ids]
-    spans = Spans(starts.to(device, torch.int32, non_blocking=True), max(lengths))
-    return replace(documents(ids[None].to(device, non_blocking=True)), spans=spans), positions.to(
-        device, non_blocking=True
-    )
+    starts = F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
+    return packed_at(starts.to(device, non_blocking=True), sum(lengths), max(lengths))
+
+
+def packed_at(starts: Int[Tensor, " n"], T: int, longest: int) -> tuple[Mask, Int[Tensor, " T"]]:
+    """The same, told where each text starts in the row of T tokens and, last, T; of texts without a token there may be some."""
+    places = torch.arange(T, device=starts.device, dtype=starts.dtype)
+    ids = torch.searchsorted(starts, places, right=True) - 1
+    mask = replace(documents(ids[None]), spans=Spans(starts, longest))
+    return mask, places.long() - starts[ids]
+
+
+def across(queries: Mask, keys: Mask) -> Mask:
+    """Cross-attention between two packed rows: each text of the one sees the text of the same number in the other."""
+    if queries.spans is None or keys.spans is None or len(queries.spans.starts) != len(keys.spans.starts):
+        raise InputError(
+            "cross-attention of packed rows needs two masks from packed(), of as many texts; got others; pack both sides"
+        )
+    spans = replace(queries.spans, keys=keys.spans)
+    return Mask(documents=keys.documents, asking=queries.documents, spans=spans)
 
 
 def positions_of(real: Bool[Tensor, "B S"]) -> Int[Tensor, "B S"]:

@@ -3,6 +3,7 @@
 A `Cache` is one piece of memory a row, as long as the longest text may become. Here memory is given out a block of some tokens
 at a time: a row's token at position p lies in block `table[row, p // block]`, at slot `p % block`. Two rows whose tables name
 the same block share it (a common beginning, the beams of a search). Who owns which block is `generation/`'s business.
+Beams on a GPU share token by token: each writes to blocks of its own, and a path says where each token of its text lies.
 
 Block 0 belongs to nobody: what must not be kept is written there.
 """
@@ -53,7 +54,9 @@ class PagedCache:
     `counts` are the tokens that each row holds before the call. With `fresh`, none holds any: attention then looks at the
     call's own keys, and they are only kept. Of several tokens a row the call's `mask` says which are real; padding stands at
     the end. `source` is where an encoder-decoder's source lies; after `read`, this call reads it, and keeps it there. `live`
-    rows, if not all, are those that are there: the others pad a batch to a size that was prepared for.
+    rows, if not all, are those that are there: the others pad a batch to a size that was prepared for. `paths`, if given, say
+    where each token of a row lies, the table only where its next one is put. `packed` is the mask of texts that the call reads
+    in one row, without padding: tables and counts are then each token's own.
     """
 
     length = 0  # the engine has checked lengths; the model need not
@@ -66,8 +69,11 @@ class PagedCache:
         *,
         fresh: bool = False,
         live: Int[Tensor, " B"] | None = None,
+        paths: Int[Tensor, "B L"] | None = None,
+        packed: Mask | None = None,
     ) -> None:
         self.pool, self.table, self.counts, self.fresh, self.live = pool, table, counts, fresh, live
+        self.paths, self.packed = paths, packed
         self.source: Pages | None = None
         self.reads = False
         self.memory_mask: Mask | None = None
@@ -84,17 +90,25 @@ class PagedCache:
         self.source, self.reads = source, True
 
     def check(self, batch: int, T: int) -> None:
-        assert batch == len(self.table), "one row of the table a row of the batch"
+        assert len(self.table) == (batch if self.packed is None else T), "one row of the table a row of the batch"
 
     def place(self, T: int, real: Bool[Tensor, "B T"] | None) -> tuple[Int[Tensor, "*B T"], Mask]:
         """Where the next T tokens stand, and what they may look at."""
+        if self.packed is not None:
+            found = find(self.table, self.counts[:, None], self.pool.block, None)
+            self.blocks, self.slots = found[0].T, found[1].T
+            return self.counts[None], self.packed
         at = self.counts[:, None] + torch.arange(T, device=self.counts.device)
         if T > 1 or not at.is_cuda or not has_triton():  # one token on a GPU finds its place itself
             self.blocks, self.slots = find(self.table, at, self.pool.block, real)
         if self.fresh:
             return at[0], Mask()
         after = self.counts + (T if self.live is None else self.live)
-        return at, Mask(queries=at, pages=Pages(self.table, after, self.pool.block))
+        if self.paths is None:
+            return at, Mask(queries=at, pages=Pages(self.table, after, self.pool.block))
+        blocks, slots = find(self.table, at, self.pool.block, None)
+        self.paths.scatter_(1, at.long(), (blocks * self.pool.block + slots).int())
+        return at, Mask(queries=at, pages=Pages(self.paths, after, 1))
 
     def advance(self, queries: Int[Tensor, "*B T"]) -> None:
         """Nothing: the caller counts."""
@@ -164,6 +178,9 @@ def find(
 
 def gather(held: Float[Tensor, "n K b E"], pages: Pages) -> Float[Tensor, "B K S E"]:
     """Each row's blocks side by side, as a `Cache` would hold them."""
+    if pages.block == 1:
+        at, slots = pages.table.long(), held.shape[2]
+        return held[at // slots, :, at % slots].transpose(1, 2)
     return held[pages.table.long()].transpose(1, 2).flatten(2, 3)
 
 

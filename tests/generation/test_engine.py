@@ -20,6 +20,7 @@ from clearhead.errors import InputError
 from clearhead.generation import Engine, Grammar, Hypothesis, Request, Strategy, Ticket, Token, generate, stream
 from clearhead.generation.blocks import NOBODY
 from clearhead.generation.engine import BLOCK
+from clearhead.generation.running import Runner
 from clearhead.generation.strategies import Shaper
 from tests.generation.models import ENDS
 from tests.models.tiny import tiny
@@ -254,15 +255,20 @@ def test_alone_is_one_token_after_the_other(name: str) -> None:
         assert ticket.hypotheses[0].score == pytest.approx(total, abs=10 * within)
 
 
-def counted(model: Any, patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Fills with the rows and tokens of each call of the model."""
-    calls, real = list[tuple[int, int]](), model.states
+def counted(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Fills with the rows and tokens of each time that the model is asked."""
+    calls, read, write = list[tuple[int, int]](), Runner.read, Runner.write
 
-    def states(tokens: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
-        calls.append((tokens.shape[0], tokens.shape[1]))
-        return real(tokens, *args, **more)
+    def reads(runner: Runner, members: Any, T: int) -> Any:
+        calls.append((len(members), min(T, max(member.n_left for member in members))))
+        return read(runner, members, T)
 
-    patch.setattr(model, "states", states)
+    def writes(runner: Runner, *args: Any) -> Any:
+        calls.append((runner.n, 1))
+        return write(runner, *args)
+
+    patch.setattr(Runner, "read", reads)
+    patch.setattr(Runner, "write", writes)
     return calls
 
 
@@ -283,7 +289,7 @@ def test_a_beginning_is_read_once(name: str, monkeypatch: pytest.MonkeyPatch) ->
     """Of a text with the same beginning, only what comes after its whole blocks is read."""
     model = model_of(name)
     expected = alone(model, ask(text(0, 37) + text(2, 3))).ids
-    calls = counted(model, monkeypatch)
+    calls = counted(monkeypatch)
     engine = Engine(model, max_tokens=400)
     engine.submit(ask(text(0, 37) + text(1, 3)))
     engine.run()
@@ -298,7 +304,7 @@ def test_a_beginning_is_read_once(name: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_last_token_is_always_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its logits choose the first new one, even if all blocks of a prompt are known."""
     model = model_of("llama")
-    calls = counted(model, monkeypatch)
+    calls = counted(monkeypatch)
     engine = Engine(model, max_tokens=400)
     tickets = list[Ticket]()
     for _ in range(2):
@@ -402,7 +408,7 @@ def test_a_long_prompt_holds_nobody_up(name: str, monkeypatch: pytest.MonkeyPatc
     more: dict[str, Any] = dict(source=text(7, 5)) if is_pair(model) else {}
     short, long = ask(text(0, 3), 30, **more), ask(text(1, 61), 7, **more)
     expected = [alone(model, each).ids for each in (short, long)]
-    calls = counted(model, monkeypatch)
+    calls = counted(monkeypatch)
     engine = Engine(model, max_tokens=600, prefill_tokens=8)
     running = engine.submit(short)
     engine.step()

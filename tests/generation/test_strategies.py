@@ -18,8 +18,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+import clearhead as ch
 from clearhead.errors import InputError
 from clearhead.generation.strategies import (
+    Shaper,
     Strategy,
     forbid_ngrams,
     force,
@@ -31,6 +33,7 @@ from clearhead.generation.strategies import (
     penalise_repetition,
     sample,
 )
+from clearhead.models import EncoderDecoder
 
 ABSENT = -1
 
@@ -39,6 +42,20 @@ def drawn_logits(seed: int, *, batch: int = 5, vocab_size: int = 53) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     # Of four numbers some are equal now and then, and all of a float's fractions are exact: ties are tested too.
     return torch.randint(-24, 25, (batch, vocab_size), generator=generator) / 8
+
+
+def test_in_place_says_the_same() -> None:
+    model = ch.build(ch.preset("opus-mt-en-de", n_layers=1, d_model=8, n_heads=2, d_ff=8, vocab_size=53))
+    assert isinstance(model, EncoderDecoder)
+    model.generation = ch.Generation(decoder_start=52, eos=(0,), forced_eos=0, suppress=(52,))
+    shaper, logits = Shaper(model, None, Strategy(logit_bias={3: 2.0})), drawn_logits(1)
+    before, steps = logits.clone(), torch.tensor([0, 1, 2, 3, 4])
+    told = shaper(logits, None, torch.ones(5, dtype=torch.int64), steps, torch.full((5,), 5))
+    assert torch.equal(logits, before)
+    again = shaper(logits, None, torch.ones(5, dtype=torch.int64), steps, torch.full((5,), 5), in_place=True)
+    assert torch.equal(told, again)
+    assert told[4].argmax() == 0  # the last of five tokens is the end
+    assert torch.equal(told[:4, 3], before[:4, 3] + 2.0)
 
 
 @given(seed=st.integers(0, 99), k=st.integers(1, 60))
@@ -110,6 +127,7 @@ def test_offsets_and_force() -> None:
     forced = force(logits, 7, some)
     assert torch.equal(forced[~some], logits[~some])
     assert forced[some].log_softmax(-1).argmax(-1).tolist() == [7, 7]
+    assert torch.equal(force(logits, 7, torch.zeros_like(some)), logits)
 
 
 @pytest.mark.parametrize("over", ["seeds", "steps"])

@@ -56,7 +56,9 @@ def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DOTTED)
-@pytest.mark.parametrize(("R", "N", "D"), [(1, 37, 72), (2, 5, 520), (3, 70, 136), (8, 33, 264), (16, 19, 40)])
+@pytest.mark.parametrize(
+    ("R", "N", "D"), [(1, 37, 72), (2, 5, 520), (3, 70, 136), (8, 33, 264), (16, 19, 40), (37, 35, 72)]
+)
 def test_linear_is_the_product(R: int, N: int, D: int, dtype: torch.dtype) -> None:
     x, weight, bias, residual = draw(R, D), draw(N, D) / D**0.5, draw(N), draw(R, N)
     x, weight, bias, residual = (t.to(dtype) for t in (x, weight, bias, residual))
@@ -65,6 +67,9 @@ def test_linear_is_the_product(R: int, N: int, D: int, dtype: torch.dtype) -> No
     whole = product + bias.double() + residual.double()
     kept = torch.nn.Parameter(weight, requires_grad=False)  # read ahead of the kernel before
     assert_near(gpu.linear(x, kept, bias, residual=residual), whole, dtype)
+    for activation in ("relu", "gelu_tanh"):
+        expected = ACTIVATIONS[activation](x.double() @ weight.double().T + bias.double())
+        assert_near(gpu.linear(x, kept, bias, activation=activation), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DOTTED)
@@ -154,9 +159,30 @@ def test_paged_attention(H: int, K: int, E: int, slots: int, splits: int, window
     assert_near(gpu.paged_attention(q, k, v, table, counts, scale, window), expected, dtype)
 
 
+@pytest.mark.parametrize(("H", "K", "splits", "window"), [(3, 3, 1, 0), (4, 2, 3, 0), (3, 3, 2, 19)])
+def test_paged_attention_token_by_token(H: int, K: int, splits: int, window: int) -> None:
+    """Texts that share some tokens and not their neighbours, as beams do."""
+    B, L, E, slots = 4, 71, 32, 16
+    k, v = new_pool(20, K, slots, E, torch.float32)
+    paths = torch.stack([torch.randperm(20 * slots)[:L] for _ in range(B)]).to(DEVICE, torch.int32)
+    counts = torch.tensor([L, 0, 1, 40], dtype=torch.int32, device=DEVICE)
+    for b, count in enumerate(counts.tolist()):
+        for place in paths[b, :count].tolist():
+            for pool in (k, v):
+                pool[place // slots, :, place % slots] = draw(K, E)
+    q, scale = draw(B, H, E), E**-0.5
+    keys, values = (pool.transpose(1, 2).reshape(-1, 1, K, E).transpose(1, 2) for pool in (k, v))  # blocks of one token
+    expected = look(q, keys, values, paths, counts, scale, window)
+    plan = dict(TILE=16, SPLITS=splits, LEAST=32, STAGES=2, num_warps=4)
+    assert_near(
+        gpu.paged_attention(q, k, v, paths, counts, scale, window, each=True, plan=plan), expected, torch.float32
+    )
+    assert_near(gpu.paged_attention(q, k, v, paths, counts, scale, window, each=True), expected, torch.float32)
+
+
 @pytest.mark.parametrize(("E", "heads_a_program"), [(32, 1), (80, 8)])
 def test_store_writes_one_token_a_row(E: int, heads_a_program: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_heads", lambda B, heads: heads_a_program)
+    monkeypatch.setattr(gpu.keeping, "_heads", lambda B, heads: heads_a_program)
     B, K, slots = 3, 2, 16
     pool_k, pool_v = new_pool(12, K, slots, E, torch.bfloat16)
     table = new_table(B, 3)
@@ -178,7 +204,7 @@ def test_rotation_is_that_of_positions(
     E: int, dtype: torch.dtype, interleaved: bool, heads_a_program: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     B, H, K, slots = 3, 4, 2, 16
-    monkeypatch.setattr(gpu, "_heads", lambda B, heads: heads_a_program)
+    monkeypatch.setattr(gpu.keeping, "_heads", lambda B, heads: heads_a_program)
     positions = torch.tensor([5, 0, 33])
     angles = Rotary(d_head=E, interleaved=interleaved).angles(positions[:, None])
     cos, sin = (a[:, 0, 0].to(DEVICE) for a in angles)
