@@ -208,7 +208,12 @@ def _kv_cache(c: Config, batch: int, at: Lengths, setting: Setting) -> int:
 
 
 def _widest(c: Config, batch: int, at: Lengths, setting: Setting) -> Mapping[str, int]:
-    """Without gradients: the stream and a step's input, and q k v and the result, or the feed-forward's; or the logits."""
+    """Without gradients: the stream and a step's input, and q k v and the result, or the feed-forward's; or the logits.
+
+    While the feed-forward works, the block's own input is still there, beside the stream that attention has added to. On a CPU
+    a product and its activation may be one kernel, which takes less than is counted here.
+    """
+    held = 3 if c.gated or setting.cuda else 2
     d_q, d_kv = (n * c.d_head for n in max(heads_at(c, place) for place in c.attentions))
     tokens = setting.size * batch * max(at.target, at.source if at.past == 0 else 0)
     stream = {"norm": 2 * c.d_model * tokens}
@@ -216,7 +221,7 @@ def _widest(c: Config, batch: int, at: Lengths, setting: Setting) -> Mapping[str
     return _largest(
         [
             stream | {"projections": (2 * d_q + 2 * d_kv) * tokens},
-            stream | {"feedforward": c.d_ff * (4 if c.gated else 2) * tokens},
+            {"norm": held * c.d_model * tokens, "feedforward": c.d_ff * (4 if c.gated else 2) * tokens},
             {"head": setting.size * batch * scores * at.target},
         ]
     )

@@ -21,7 +21,7 @@ store.py               Store: columns of numbers in memory-mapped files
 preparing.py           prepare_texts, prepare_pairs, prepare_labelled: a corpus tokenised once into a store
 preparing_pictures.py  prepare_pictures, prepare_arrays
 work.py                what those share: fingerprints, progress, labels
-order.py               RowOrder, TokenOrder: the rows of a step, a pure function of (seed, step)
+order.py               RowOrder, TokenOrder, PackedOrder: the rows of a step, a pure function of (seed, step)
 windows.py             Windows: a text store as one stream, for language models
 
 Data that is always there:
@@ -31,7 +31,7 @@ embedded.py            Python's own source, scikit-learn's digits
 
 from clearhead.data.corpora import expand_files, find_pictures, read_labelled, read_pairs, read_texts
 from clearhead.data.findings import Findings, Policy
-from clearhead.data.order import RowOrder, TokenOrder, held_out, in_order, padding_waste
+from clearhead.data.order import PackedOrder, RowOrder, TokenOrder, held_out, in_order, padding_waste
 from clearhead.data.preparing import prepare_labelled, prepare_pairs, prepare_texts
 from clearhead.data.preparing_pictures import prepare_arrays, prepare_pictures
 from clearhead.data.sentencepiece import PairTokenizer
@@ -44,6 +44,7 @@ from clearhead.data.windows import Windows, split_stream
 __all__ = [
     "Column",
     "Findings",
+    "PackedOrder",
     "PairTokenizer",
     "Policy",
     "RowOrder",

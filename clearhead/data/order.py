@@ -106,6 +106,35 @@ class TokenOrder:
         return self._kept[1]
 
 
+class PackedOrder(TokenOrder):
+    """Batches of any rows, in a new order every epoch, for rows that are packed and need no neighbours of like length.
+
+    A batch has at most `rooms` tokens in each column, nothing padded, and at most `max_rows` rows.
+    """
+
+    def __init__(
+        self, lengths: Sequence[NDArray[np.int64]], rooms: Sequence[int], seed: int, max_rows: int | None = None
+    ) -> None:
+        super().__init__(lengths, min(rooms), seed, max_rows)
+        self.rooms = rooms
+
+    def _plan(self, epoch: int) -> list[Rows]:
+        if self._kept[0] != epoch:
+            order = draw(self.seed, epoch).permutation(len(self._longest))
+            sums = [np.cumsum(column[order]) for column in self._lengths]
+            batches: list[Rows] = []
+            start = 0
+            while start < len(order):
+                limits = [
+                    room + (total[start - 1] if start else 0) for total, room in zip(sums, self.rooms, strict=True)
+                ]
+                fits = [int(np.searchsorted(total, limit, "right")) for total, limit in zip(sums, limits, strict=True)]
+                batches.append(order[start : min(*fits, start + (self.max_rows or len(order)))])
+                start += len(batches[-1])
+            self._kept = epoch, batches
+        return self._kept[1]
+
+
 def in_order(lengths: Sequence[NDArray[np.int64]], budget: int, max_rows: int | None = None) -> list[Rows]:
     """All rows once, about from short to long, under the same budget: batches for an evaluation."""
     return _cut(_sort(lengths, budget), _longest(lengths, budget), budget, max_rows)

@@ -75,11 +75,16 @@ class EncoderDecoder(nn.Module):
             )
 
     def encode(
-        self, source: Source, mask: SourcePadding = None, *, checkpointing: bool = False
+        self,
+        source: Source,
+        mask: SourcePadding = None,
+        *,
+        positions: Int[Tensor, "*B S"] | None = None,
+        checkpointing: bool = False,
     ) -> Float[Tensor, "B S D"]:
-        """The encoder's output, the decoder's memory of the source."""
+        """The encoder's output, the decoder's memory of the source. `positions`: of sources packed into one row."""
         embed = self.tokens if self.source is None else self.source
-        return self.encoder.run(embed(source), mask, checkpointing=checkpointing)
+        return self.encoder.run(embed(source), mask, positions=positions, checkpointing=checkpointing)
 
     def decode(
         self,
@@ -100,10 +105,11 @@ class EncoderDecoder(nn.Module):
         memory_mask: Mask | None = None,
         *,
         mask: Padding = None,
+        positions: Int[Tensor, "*B T"] | None = None,
         cache: AnyCache | None = None,
         checkpointing: bool = False,
     ) -> Float[Tensor, "B T D"]:
-        """The decoder's final states, before the head."""
+        """The decoder's final states, before the head. `positions`: of targets packed into one row, as their sources are."""
         if memory is not None and memory.shape[0] != target.shape[0]:
             raise InputError(
                 f"the source has {memory.shape[0]} rows, the target {target.shape[0]}; give each target its own source"
@@ -117,7 +123,12 @@ class EncoderDecoder(nn.Module):
                 cache.memory_mask = memory_mask
             memory_mask = cache.memory_mask
         return self.decoder.run(
-            self.tokens(target), mask, memory=memory, memory_mask=memory_mask, cache=cache, checkpointing=checkpointing
+            *(self.tokens(target), mask),
+            positions=positions,
+            memory=memory,
+            memory_mask=memory_mask,
+            cache=cache,
+            checkpointing=checkpointing,
         )
 
     def project(self, states: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
@@ -135,6 +146,10 @@ def source_mask(mask: SourcePadding) -> Mask:
     """What cross-attention may look at: the source's real tokens."""
     if isinstance(mask, Tensor):
         return padding(mask)
+    if mask is not None and mask.spans is not None:
+        raise InputError(
+            "sources packed into one row are looked at through across(target mask, source mask); pass that"
+        )
     if mask is None or mask.keys is None:
         return Mask()
     return padding(mask.keys != ABSENT)

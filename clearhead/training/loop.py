@@ -7,6 +7,7 @@ So a run that is killed and resumed computes exactly what an uninterrupted one w
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 
 from clearhead.checkpoint import save
 from clearhead.errors import ConfigError
+from clearhead.layers.fp8 import Products
+from clearhead.layers.native import cache_folder
 from clearhead.models.stack import Stack
 from clearhead.training.checkpoints import Checkpoints, State
 from clearhead.training.evaluation import evaluate, is_better
@@ -26,7 +29,7 @@ from clearhead.training.folder import check_resumable, check_space, open_folder,
 from clearhead.training.journal import Journal
 from clearhead.training.optimizers import Optimizers
 from clearhead.training.passes import ROUNDING, Passes, Update
-from clearhead.training.prefetch import StepBatch, prefetch
+from clearhead.training.prefetch import StepBatch, make_step, prefetch
 from clearhead.training.processes import Processes, gradients_stay, join, spread
 from clearhead.training.recipe import Recipe, Train, find_recipe
 from clearhead.training.report import write_report
@@ -81,12 +84,16 @@ def train(
         narrow(model, t, autocast)
         record = t.record and not t.compile and processes.device.type == "cuda" and processes.world == 1
         task.rounding = ROUNDING if record else task.rounding
+        if not record and is_alone(processes, t) and isinstance(autocast, torch.autocast):
+            task.pack(model)
         passes = Passes(torch.compile(called) if t.compile else called, autocast, record=record)
         optimizers = Optimizers(model, t, lr=highest(t, model.config.d_model), record=record)
-        update = Update(optimizers, t.clip, record=record)
+        products = make_products(model, t, processes)
+        update = Update(optimizers, t.clip, products, record=record)
 
         weights = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
         tensors = {**weights, **{f"optimizer.{name}": value for name, value in optimizers.tensors().items()}}
+        tensors |= {} if products is None else {"products.history": products.history}
         regular = partial(is_due, every=t.checkpoint_every, t=t)
         checkpoints = Checkpoints(out / "checkpoints", processes, kept=t.average, counts=regular, say=show.note)
         check_space(out, 3 * sum(tensor.nbytes for tensor in tensors.values()))
@@ -94,6 +101,12 @@ def train(
         if (found := checkpoints.newest()) is not None:
             checkpoints.read(found[0], tensors)
             state = found[1]
+        if products is not None and found is not None:
+            products.settle()
+        elif products is not None:
+            batch, wide = make_step(task, 0, processes), Passes(called, autocast, record=False)
+            products.calibrate(lambda: wide(batch.pieces[0][0], 1 / batch.predictions))
+            optimizers.zero_grad()
         journal = Journal(out if processes.is_first else None, step=state.step, tensorboard=t.tensorboard)
         meter = Meter(model.config, task, processes)
         show.begin(summarise(recipe, task, model, meter, tensors), state.step, t.steps)
@@ -180,10 +193,12 @@ def set_up(t: Train) -> None:
     # Asking costs nothing; setting loads the compiler.
     if t.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(t.deterministic)
+    if t.compile:  # kept for the next run; torch's own place is among temporary files
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
 
 
 def make_autocast(t: Train, device: torch.device) -> AbstractContextManager[Any]:
-    low = t.precision == "bfloat16" or (
+    low = t.precision in ("bfloat16", "fp8") or (
         t.precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported()
     )
     return torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
@@ -198,6 +213,23 @@ def narrow(model: nn.Module, t: Train, autocast: AbstractContextManager[Any]) ->
             )
         for stack in (module for module in model.modules() if isinstance(module, Stack)):
             stack.stream = torch.bfloat16
+
+
+def make_products(model: nn.Module, t: Train, processes: Processes) -> Products | None:
+    """The blocks' products in 8 bits, where that is asked for."""
+    if t.precision != "fp8":
+        return None
+    if processes.world > 1 or t.lora_rank:
+        got = f"{processes.world} processes" if processes.world > 1 else f"train.lora_rank={t.lora_rank}"
+        raise ConfigError(
+            f"train.precision=fp8 is for one process in which all weights learn; got {got}; set train.precision=bfloat16"
+        )
+    return Products(model)
+
+
+def is_alone(processes: Processes, t: Train) -> bool:
+    """A CUDA GPU that takes each batch whole."""
+    return processes.device.type == "cuda" and processes.world == 1 and t.accumulate == 1
 
 
 def is_due(step: int, every: int, t: Train) -> bool:

@@ -7,6 +7,7 @@ The number of products is the same as for the plain loss: nothing is computed tw
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import Any
 
@@ -15,7 +16,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from clearhead.layers import fp8
+
 IGNORED = -100  # a target that is not to be predicted
+SCALE = 2.0**15  # brings the gradient of a softmax, at most 1, near the largest number of e5m2
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 CHUNK_ELEMENTS = {"cpu": 2**26, "cuda": 2**28}  # logits held at a time; each chunk adds to the weight's whole gradient
 
 
@@ -27,13 +32,17 @@ def cross_entropy(
     bias: Float[Tensor, "V"] | None = None,
     smoothing: float = 0.0,
     chunk: int = 0,
+    eight: bool = False,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Int[Tensor, ""]]:
     """The sum over all targets of -log p(target), with p = softmax(x W^T + b); what to minimise; and how many are guessed right.
 
     With `smoothing` e, what to minimise is (1 - e) times that sum plus e times the mean over the vocabulary (section 5.4 of
     the paper); the first value stays the plain one. Gradients flow from the second only. Targets of IGNORED do not count.
+    With `eight`, the products are those of layers/fp8.py.
     """
     rows = chunk or even_rows(targets.numel(), weight.shape[0], x.device.type)
+    if eight:
+        rows = -(-rows // 16) * 16
     # Asked here, since inside the function gradients are off and compilers differ in what they tell.
     wanted = tuple(torch.is_grad_enabled() and y is not None and y.requires_grad for y in (x, weight, bias))
     if not any(wanted):
@@ -42,7 +51,7 @@ def cross_entropy(
     if torch.is_autocast_enabled(device):  # the product runs in autocast's type, as F.linear would
         dtype = torch.get_autocast_dtype(device)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    asked = x.flatten(0, -2), weight, bias, targets.flatten(), smoothing, rows, wanted
+    asked = x.flatten(0, -2), weight, bias, targets.flatten(), smoothing, rows, wanted, eight
     goal, correct, *plain = _CrossEntropy.apply(*asked)  # type: ignore[misc]
     return (plain[0] if smoothing else goal.detach()), goal, correct
 
@@ -64,14 +73,15 @@ class _CrossEntropy(torch.autograd.Function):
         smoothing: float,
         rows: int,
         wanted: tuple[bool, bool, bool],
+        eight: bool,
     ) -> tuple[Tensor, ...]:
         exact = torch.promote_types(x.dtype, torch.float32)
         V = len(weight)
-        if (
-            x.is_cuda and V % 8
-        ):  # rows of logits that start at odd places cost several times as much (GPT-2's 50,257 words)
+        # Rows of logits that start at odd places cost several times as much (GPT-2's 50,257 words).
+        if (x.is_cuda or eight) and V % 16:
             weight = F.pad(weight, (0, 0, 0, -V % 64))
             bias = None if bias is None else F.pad(bias, (0, -V % 64))
+        rounded = Rounded(x, weight) if eight and wanted[0] and wanted[1] else None
         totals: list[Tensor] = []
         grads_x: list[Tensor] = []
         grad_weight: Tensor | None = None
@@ -79,19 +89,25 @@ class _CrossEntropy(torch.autograd.Function):
         # Nothing is written into a tensor twice: torch 2.11's compiler loses what is, where a tensor is saved for backward.
         for start in range(0, max(len(x), 1), rows):
             part, target = x[start : start + rows], targets[start : start + rows]
-            logits = F.linear(part, weight, bias)
-            *losses, log_sum = chunk_losses(logits[:, :V], target, smoothing)
+            logits = F.linear(part, weight, bias) if rounded is None else rounded.logits(start, len(part), bias)
+            *losses, log_sum, grad = on_chunk(logits, target, smoothing, V, wanted=any(wanted) and rounded is None)
             totals = losses if not totals else [total + loss for total, loss in zip(totals, losses, strict=True)]
-            if any(wanted):
-                grad = chunk_gradient(logits, target, smoothing, log_sum, V)
-                if wanted[0]:
-                    grads_x.append(grad @ weight)
-                if wanted[1]:  # sums over chunks keep their precision
-                    of_chunk = (grad.T @ part)[:V].to(exact)
-                    grad_weight = of_chunk if grad_weight is None else grad_weight + of_chunk
-                if bias is not None and wanted[2]:
-                    of_chunk = grad[:, :V].sum(0, dtype=exact)
-                    grad_bias = of_chunk if grad_bias is None else grad_bias + of_chunk
+            if rounded is not None:
+                grad, turned = row_gradients(logits, target, log_sum, smoothing, V)
+                of_x, of_weight = rounded.gradients(start, grad, turned)
+                of_bias = turned.float().sum(1) / SCALE if bias is not None and wanted[2] else None
+            elif grad is not None:
+                of_x, of_weight = grad @ weight if wanted[0] else None, grad.T @ part if wanted[1] else None
+                of_bias = grad.sum(0, dtype=exact) if bias is not None and wanted[2] else None
+            else:
+                continue
+            if of_x is not None:
+                grads_x.append(of_x)
+            if of_weight is not None:  # sums over chunks keep their precision
+                of_weight = of_weight[:V].to(exact)
+                grad_weight = of_weight if grad_weight is None else grad_weight + of_weight
+            if of_bias is not None:
+                grad_bias = of_bias[:V] if grad_bias is None else grad_bias + of_bias[:V]
         grad_x = None if not wanted[0] else grads_x[0] if len(grads_x) == 1 else torch.cat(grads_x)
         plain, smoothed, correct = totals
         ctx.save_for_backward(grad_x, grad_weight, grad_bias)
@@ -106,8 +122,81 @@ class _CrossEntropy(torch.autograd.Function):
             None if x is None else x * grad.to(x.dtype),
             None if weight is None else (weight * grad).to(ctx.dtype),
             None if bias is None else (bias * grad).to(ctx.dtype),
-            *(None, None, None, None),
+            *(None, None, None, None, None),
         )
+
+
+class Rounded:
+    """x and the weight in 8 bits, as layers/fp8.py has them; scales are of what is there, since these are rounded once a pass."""
+
+    def __init__(self, x: Float[Tensor, "n D"], weight: Float[Tensor, "W D"]) -> None:
+        self.back_x, self.x, self.turned_x = self._round(x)
+        self.back_weight, self.weight, self.turned_weight = self._round(weight)
+        self.back = torch.full_like(self.back_x, 1 / SCALE)
+
+    def _round(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        largest = x.abs().amax().float()
+        top = torch.finfo(fp8.FORWARD).max
+        return largest / top, *fp8.cast8([x], None, "", top / largest, torch.zeros_like(largest), fp8.FORWARD)
+
+    def logits(self, start: int, n: int, bias: Tensor | None) -> Tensor:
+        return fp8.multiply(self.x[start : start + n], self.weight, self.back_x, self.back_weight, bias)
+
+    def gradients(self, start: int, grad: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+        """Of x and of the weight; `turned` may be longer by zeros, as `turned_x` is."""
+        of_x = fp8.multiply(grad, self.turned_weight, self.back, self.back_weight)
+        part = self.turned_x[:, start : start + turned.shape[1]]
+        return of_x, fp8.multiply(turned, part, self.back, self.back_x)
+
+
+def on_chunk(
+    logits: Float[Tensor, "n W"], targets: Int[Tensor, "n"], smoothing: float, V: int, *, wanted: bool
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Int[Tensor, ""], Float[Tensor, " n"], Float[Tensor, "n W"] | None]:
+    """Plain loss, smoothed loss, correct guesses, each row's log-sum-exp, and the gradient if it is wanted; of V columns."""
+    if logits.is_cuda and HAS_TRITON and logits.dtype != torch.float64:
+        rows, grad = row_losses(logits, targets, smoothing, V, wanted)
+        plain = rows[0].sum()  # not all sums at once: views of one result confuse torch 2.11's compiler
+        smoothed = (1 - smoothing) * plain + smoothing * rows[1].sum() if smoothing else plain
+        return plain, smoothed, rows[2].sum().long(), rows[3], grad if wanted else None
+    plain, smoothed, correct, log_sum = chunk_losses(logits[:, :V], targets, smoothing)
+    grad = chunk_gradient(logits, targets, smoothing, log_sum, V) if wanted else None
+    return plain, smoothed, correct, log_sum, grad
+
+
+@torch.library.custom_op(
+    "clearhead::row_losses",
+    mutates_args=(),
+    schema="(Tensor logits, Tensor targets, float smoothing, int V, bool wanted) -> (Tensor, Tensor)",
+)
+def row_losses(logits: Tensor, targets: Tensor, smoothing: float, V: int, wanted: bool) -> tuple[Tensor, Tensor]:
+    """See gpu_losses.losses. A compiler takes it as it is."""
+    from clearhead.training import gpu_losses
+
+    return gpu_losses.losses(logits, targets, smoothing, V, IGNORED, wanted=wanted)
+
+
+@row_losses.register_fake
+def _(logits: Tensor, targets: Tensor, smoothing: float, V: int, wanted: bool) -> tuple[Tensor, Tensor]:
+    rows = logits.new_empty(4, len(logits), dtype=torch.float32)
+    return rows, torch.empty_like(logits) if wanted else logits.new_empty(0)
+
+
+@torch.library.custom_op(
+    "clearhead::row_gradients",
+    mutates_args=(),
+    schema="(Tensor logits, Tensor targets, Tensor log_sum, float smoothing, int V) -> (Tensor, Tensor)",
+)
+def row_gradients(logits: Tensor, targets: Tensor, log_sum: Tensor, smoothing: float, V: int) -> tuple[Tensor, Tensor]:
+    """See gpu_losses.gradient8."""
+    from clearhead.training import gpu_losses
+
+    return gpu_losses.gradient8(logits, targets, log_sum, smoothing, V, IGNORED, SCALE)
+
+
+@row_gradients.register_fake
+def _(logits: Tensor, targets: Tensor, log_sum: Tensor, smoothing: float, V: int) -> tuple[Tensor, Tensor]:
+    n, W = logits.shape
+    return logits.new_empty(n, W, dtype=fp8.BACKWARD), logits.new_empty(W, -(-n // 16) * 16, dtype=fp8.BACKWARD)
 
 
 def chunk_losses(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clearhead.layers.fp8 import Products
 from clearhead.training.optimizers import Optimizers
 from clearhead.training.processes import whole
 from clearhead.training.tasks.task import Batch
@@ -52,10 +53,13 @@ class Passes:
 
 
 class Update:
-    """From gradients to new weights. On a GPU recorded too: the first call runs, and warms up, the second records."""
+    """From gradients to new weights, and to those of `products` in 8 bits.
 
-    def __init__(self, optimizers: Optimizers, clip: float, *, record: bool) -> None:
-        self.optimizers, self.clip, self.record = optimizers, clip, record
+    On a GPU recorded too: the first call runs, and warms up, the second records.
+    """
+
+    def __init__(self, optimizers: Optimizers, clip: float, products: Products | None = None, *, record: bool) -> None:
+        self.optimizers, self.clip, self.products, self.record = optimizers, clip, products, record
         self.graph: torch.cuda.CUDAGraph | None = None
         self.length = torch.zeros(())
         self.calls = 0
@@ -76,6 +80,8 @@ class Update:
         length = whole(nn.utils.clip_grad_norm_(self.optimizers.parameters(), self.clip or math.inf))
         self.optimizers.step()
         self.optimizers.zero_grad()
+        if self.products is not None:
+            self.products.refresh()
         return length
 
 

@@ -87,7 +87,9 @@ class Train:
     patience: int = 0  # stop after so many evaluations without a better loss; 0: never
     lora_rank: int = 0  # 0: all weights learn; n: only additions of rank n to the matrices of the blocks
     lora_alpha: float = 16.0
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 products on a GPU that has them
+    precision: Literal["auto", "float32", "bfloat16", "fp8"] = (
+        "auto"  # of products; auto: bfloat16 on a GPU that has it; fp8: bfloat16 with the blocks' products in 8 bits
+    )
     stream: Literal["float32", "bfloat16"] = (
         "float32"  # what blocks hand on, where products are bfloat16; less memory, less exact
     )

@@ -29,7 +29,7 @@ class Meter:
     def __init__(self, config: Config, task: Task, processes: Processes) -> None:
         self.task, self.processes = task, processes
         t, (rows, length, source) = task.recipe.train, task.shape
-        self.low = t.precision == "bfloat16" or (t.precision == "auto" and processes.device.type == "cuda")
+        self.low = t.precision in ("bfloat16", "fp8") or (t.precision == "auto" and processes.device.type == "cuda")
         self.peak = measure_peak(processes.device, torch.bfloat16 if self.low else torch.float32)
         self.cost = cost(
             config,

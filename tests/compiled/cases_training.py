@@ -47,7 +47,7 @@ def test_the_loss_in_chunks(smoothing: float) -> None:
 
 def made(folder: Path, name: str) -> tuple[Task, Batch]:
     data: dict[str, Any] = dict(length=31)
-    if name == "translate":
+    if name.startswith("translate"):
         lines = "\n".join(words(1 + i % 5, seed=i) for i in range(41))
         data |= dict(source=[write(folder / "a", lines)], target=[write(folder / "b", lines)])
     elif name == "classify":
@@ -56,14 +56,22 @@ def made(folder: Path, name: str) -> tuple[Task, Batch]:
     else:
         lines = "\n".join(words(1 + i % 11, seed=i) for i in range(101))
         data |= dict(files=[write(folder / "a.txt", lines)], documents="file" if name == "language" else "line")
-    task = make(
-        recipe_of(name.split("-")[0], model=MODEL | dict(n_layers=1), data=data, batch_tokens=217, label_smoothing=0.1),
+    tokens = 217
+    if name == "translate-packed":
+        data["length"], tokens = 67, 384
+    task: Task = make(
+        recipe_of(
+            name.split("-")[0], model=MODEL | dict(n_layers=1), data=data, batch_tokens=tokens, label_smoothing=0.1
+        ),
         folder,
     )
+    assert task.pack(model_for(task)) == (name == "translate-packed")
     return task, task.batch(np.asarray(task.rows(0)), 0)
 
 
-@pytest.mark.parametrize("name", ["language", "language-documents", "mask", "translate", "classify"])
+@pytest.mark.parametrize(
+    "name", ["language", "language-documents", "mask", "translate", "translate-packed", "classify"]
+)
 def test_a_whole_objective(tmp_path: Path, name: str) -> None:
     """What the loop compiles, with one graph and no break in it.
 

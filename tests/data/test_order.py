@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clearhead.data import (
+    PackedOrder,
     RowOrder,
     Tokenizer,
     TokenOrder,
@@ -83,6 +84,28 @@ def test_token_order(pairs: list[tuple[int, int]], budget: int, max_rows: int | 
     whole = in_order(lengths, budget, max_rows)
     assert sorted(np.concatenate(whole)) == list(range(len(pairs)))
     assert all(len(batch) * column[batch].max() <= budget for batch in whole for column in lengths)
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.tuples(st.integers(1, 19), st.integers(1, 13)), min_size=1, max_size=60),
+    st.tuples(st.integers(19, 70), st.integers(19, 70)),
+    st.sampled_from([None, 1, 3]),
+)
+def test_packed_order(pairs: list[tuple[int, int]], rooms: tuple[int, int], max_rows: int | None) -> None:
+    """In every epoch each row once, in another order; no batch over its room, and none that had room for the next row."""
+    lengths = [np.array(column) for column in zip(*pairs, strict=True)]
+    plans = epochs(PackedOrder(lengths, rooms, 7, max_rows), 3)
+    for batches in plans:
+        assert sorted(np.concatenate(batches).tolist()) == list(range(len(pairs)))
+        for batch, after in zip(batches, [*batches[1:], None], strict=True):
+            assert 0 < len(batch) <= (max_rows or len(pairs))
+            assert all(column[batch].sum() <= room for column, room in zip(lengths, rooms, strict=True))
+            more = batch if after is None else np.append(batch, after[0])
+            full = any(column[more].sum() > room for column, room in zip(lengths, rooms, strict=True))
+            assert after is None or full or len(batch) == max_rows
+    if len(pairs) > 9:
+        assert np.concatenate(plans[0]).tolist() != np.concatenate(plans[1]).tolist()
 
 
 def epochs(order: TokenOrder, count: int) -> list[list[np.ndarray]]:

@@ -22,6 +22,8 @@ from safetensors.torch import load_file
 import clearhead as ch
 from clearhead.errors import CheckpointError, ClearheadError, ConfigError
 from clearhead.training import train
+from clearhead.training.loop import set_up
+from clearhead.training.recipe import Train
 from clearhead.training.show import Interrupts, Row
 from training.running import Watching, make_recipe, metrics, read_checkpoint, steps_kept, weights
 
@@ -47,6 +49,23 @@ def test_a_run_leaves_a_folder_that_everything_takes(task: str, tmp_path: Path) 
         "valid",
         "result",
     ]
+
+
+def test_what_is_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the user's cache, for the next run; a place that the user chose stays."""
+    monkeypatch.setenv("CLEARHEAD_CACHE", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # remembered, so that what is written below is taken back
+    for chosen, compile, kept in (
+        (None, False, None),
+        (None, True, str(tmp_path / "compiled")),
+        ("/elsewhere", True, "/elsewhere"),
+    ):
+        if chosen is None:
+            monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        else:
+            monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", chosen)
+        set_up(Train(compile=compile))
+        assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == kept
 
 
 def test_a_narrow_stream_needs_narrow_products(tmp_path: Path) -> None:

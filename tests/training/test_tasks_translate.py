@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from models.tiny import assert_same
 
 from clearhead.data import train_tokenizer
 from clearhead.errors import ConfigError, InputError
-from clearhead.models import EncoderDecoder
+from clearhead.models import EncoderDecoder, build
 from clearhead.training.losses import IGNORED
 from clearhead.training.tasks.translate import Translate, draw_alignment, score
 from training.made import all_held_out, make, model_for, one_by_one, recipe_of, sums, words, write
@@ -21,12 +22,17 @@ from training.made import all_held_out, make, model_for, one_by_one, recipe_of, 
 N = 67
 
 
-def translation(folder: Path, *, data: dict[str, Any] | None = None, **train: Any) -> Translate:
+def translation(
+    folder: Path, *, data: dict[str, Any] | None = None, batch_tokens: int = 211, **train: Any
+) -> Translate:
     source = "\n".join(words(1 + i % 7, seed=i) for i in range(N))
     target = "\n".join(words(1 + i % 5, seed=i + N).upper() for i in range(N))
     files = dict(source=[write(folder / "a.txt", source)], target=[write(folder / "b.txt", target)])
     recipe = recipe_of(
-        "translate", data={**files, "length": 43, "valid_share": 0.2, **(data or {})}, batch_tokens=211, **train
+        "translate",
+        data={**files, "length": 43, "valid_share": 0.2, **(data or {})},
+        batch_tokens=batch_tokens,
+        **train,
     )
     return make(recipe, folder)
 
@@ -57,6 +63,39 @@ def test_rows_that_fill_a_batch_up_change_nothing(task: Translate, monkeypatch: 
     assert filled["source"].shape != plain["source"].shape
     assert_same(sums(task.losses(model, filled)), sums(task.losses(model, plain)))
     assert int(task.count(filled)) == task.predictions(rows)
+
+
+def test_a_packed_batch_is_its_rows(tmp_path: Path):
+    """Without padding, in rows of one shape: the losses and the gradients of the same pairs one by one."""
+    task = translation(tmp_path, data={"length": 67}, label_smoothing=0.1, batch_tokens=384)
+    model = model_for(task).train()
+    assert task.pack(model)
+    assert task.room is not None
+    shapes: set[tuple[torch.Size, ...]] = set()
+    for step in range(5):
+        rows = task.rows(step)
+        packed = task.batch(rows, step)
+        shapes.add(tuple(tensor.shape for tensor in packed.values()))
+        assert int(task.count(packed)) == task.predictions(rows)
+        room, task.room = task.room, None
+        padded = task.batch(rows, step)
+        task.room = room
+        ours, theirs = task.losses(model, packed), task.losses(model, padded)
+        assert_same(sums(ours), sums(theirs))
+        weights = list(model.parameters())
+        for one, other in zip(*(torch.autograd.grad(x.goal, weights) for x in (ours, theirs)), strict=True):
+            assert_same(one, other)
+    assert len(shapes) == 1
+    seen = np.concatenate([task.rows(step) for step in range(60) if task.epoch(step) < 1])
+    assert sorted(seen.tolist()) == list(range(len(task.chosen)))
+
+
+def test_what_can_not_be_packed_stays_padded(tmp_path: Path):
+    for data, model in (({"length": 43}, {}), ({"length": 67}, {"positions": "t5"}), ({"length": 67}, {"window": 3})):
+        task = translation(tmp_path, data=data, batch_tokens=384)
+        config = replace(model_for(task).config, **model)
+        assert not task.pack(build(config))
+        assert "mask" in task.batch(task.rows(0), 0)
 
 
 def test_held_out_rows_one_by_one(task: Translate):

@@ -5,6 +5,7 @@ corpus.py     what they share: tokenizers trained or loaded, stores prepared, da
 language.py   the next token, over windows of text
 mask.py       hidden tokens, over windows of text (BERT)
 translate.py  a target from a source
+packing.py    pairs without padding
 classify.py   a label for a text or a picture
 """
 

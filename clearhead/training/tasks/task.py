@@ -69,6 +69,10 @@ class Task(ABC):
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
 
+    def pack(self, model: Model) -> bool:
+        """From now on lay a batch's texts one after the other in place of padding them, where task and model can."""
+        return False
+
     def rows(self, step: int) -> Rows:
         """The rows of a step, of all processes."""
         return self.order.rows(step)
@@ -137,7 +141,8 @@ def token_losses(model: Any, states: Float[Tensor, "B T D"], targets: Int[Tensor
     x, weight, bias = model.head.parts(states, model.tokens.weight)
     if isinstance(weight, Packed):  # measured, not trained
         weight = weight.rows(torch.arange(weight.shape[0], device=x.device))
-    loss, goal, correct = cross_entropy(x, weight, targets, bias=bias, smoothing=smoothing if model.training else 0.0)
+    smoothing = smoothing if model.training else 0.0
+    loss, goal, correct = cross_entropy(x, weight, targets, bias=bias, smoothing=smoothing, eight=model.head.eight)
     return Losses(goal, loss, correct)
 
 

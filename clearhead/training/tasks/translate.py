@@ -11,7 +11,7 @@ import torch
 from clearhead.config import Generation
 from clearhead.data import Tokenizer
 from clearhead.data.corpora import read_pairs
-from clearhead.data.order import TokenOrder, held_out, in_order, padding_waste
+from clearhead.data.order import PackedOrder, TokenOrder, held_out, in_order, padding_waste
 from clearhead.data.preparing import prepare_pairs
 from clearhead.data.store import Store
 from clearhead.errors import ConfigError
@@ -22,11 +22,14 @@ from clearhead.models.encoder_decoder import source_mask
 from clearhead.training.losses import IGNORED
 from clearhead.training.report import AttentionPicture
 from clearhead.training.tasks.corpus import Corpus
+from clearhead.training.tasks.packing import Room, can_pack, pack, pair_states
 from clearhead.training.tasks.task import Batch, Facts, Losses, Rows, Sample, Task, pad, piece_name, token_losses
 
 
 class Translate(Task):
     """Each token of the target from the source and the tokens before it. One vocabulary serves both sides."""
+
+    room: Room | None = None  # the shape of batches without padding
 
     def __init__(self, corpus: Corpus) -> None:
         super().__init__(corpus.recipe)
@@ -72,7 +75,7 @@ class Translate(Task):
             self.valid_rows = np.arange(len(self.valid))
         else:
             self.chosen, self.valid_rows = held_out(len(self.pairs), d.valid_share, t.seed)
-        lengths = [self.pairs[name].lengths[self.chosen] for name in ("source", "target")]
+        self.lengths = lengths = [self.pairs[name].lengths[self.chosen] for name in ("source", "target")]
         self.order = TokenOrder(lengths, t.batch_tokens, t.seed)
         self.held_lengths = [self.valid[name].lengths[self.valid_rows] for name in ("source", "target")]
         first = [self.order.rows(step) for step in range(20)]
@@ -92,6 +95,18 @@ class Translate(Task):
             notes=corpus.notes,
         )
 
+    def pack(self, model: Model) -> bool:
+        t, longest = self.recipe.train, self.recipe.data.length
+        room = Room.of(self.lengths, t.batch_tokens, longest)
+        if not can_pack(model.config, longest) or sum(room.sizes) > 2 * t.batch_tokens:
+            return False
+        self.room, rows = room, room.texts - room.sizes[0] // longest
+        self.order = PackedOrder(self.lengths, room.free, t.seed, rows)
+        rows = round(t.batch_tokens * len(self.chosen) / max(int(column.sum()) for column in self.lengths))
+        self.shape = (rows, room.sizes[1] // rows, room.sizes[0] // rows)
+        self.facts.table["padding"] = "none: texts lie one after the other"
+        return True
+
     def predictions(self, rows: Rows) -> int:
         return int(self.pairs["target"].lengths[self.chosen[rows]].sum())
 
@@ -100,7 +115,14 @@ class Translate(Task):
         return int(sum(self.pairs[name].lengths[chosen].sum() for name in ("source", "target")))
 
     def batch(self, rows: Rows, step: int) -> Batch:
-        return self._batch(self.pairs, self.chosen[rows])
+        if self.room is None:
+            return self._batch(self.pairs, self.chosen[rows])
+        sources, targets = ([self.pairs[name][int(row)] for row in self.chosen[rows]] for name in ("source", "target"))
+        (source, source_starts), (wanted, starts) = pack((sources, targets), (self.words.pad or 0, IGNORED), self.room)
+        read = torch.cat([wanted.new_zeros(1, 1), wanted[:, :-1].clamp(min=0)], 1)
+        read[0, starts[starts < read.shape[1]].long()] = self.start
+        batch = {"source": source, "source_starts": source_starts}
+        return batch | {"target": read, "target_starts": starts, "targets": wanted}
 
     def held_out(self) -> list[Rows]:
         budget = max(
@@ -121,6 +143,10 @@ class Translate(Task):
     def losses(self, model: Model, batch: Batch) -> Losses:
         assert isinstance(model, EncoderDecoder)
         checkpointing = self.recipe.train.checkpointing and model.training
+        if "source_starts" in batch:
+            source, target = ((batch[side], batch[f"{side}_starts"]) for side in ("source", "target"))
+            states = pair_states(model, source, target, self.recipe.data.length, checkpointing=checkpointing)
+            return token_losses(model, states, batch["targets"], self.recipe.train.label_smoothing)
         memory = model.encode(batch["source"], batch["mask"], checkpointing=checkpointing)
         states = model.states(batch["target"], memory, source_mask(batch["mask"]), checkpointing=checkpointing)
         return token_losses(model, states, batch["targets"], self.recipe.train.label_smoothing)

@@ -1,0 +1,92 @@
+"""Pairs without padding: a batch's sources one after the other in one row, its targets in another.
+
+Attention goes from text to text (layers/masks.py), so a token costs the same whatever it stands beside, and a batch may hold any
+rows. All batches have one shape: compiled, or recorded, once. What they leave free is filled with texts that nobody predicts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from clearhead.config import Config
+from clearhead.layers.masks import across, packed_at
+from clearhead.models import EncoderDecoder
+
+SPARE = 64  # tokens of a row that are left to the texts that fill it up, so that each has one at least on both sides
+
+
+@dataclass(frozen=True)
+class Room:
+    """The shape of every batch."""
+
+    sizes: tuple[int, int]  # tokens of the sources, of the targets
+    texts: int
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[NDArray[np.int64]], budget: int, longest: int) -> Room:
+        """Rows that fill up about together: the longer side has `budget` tokens, the other as many as go with them."""
+        sums = [int(column.sum()) for column in lengths]
+        source, target = (max(math.ceil(budget * n / max(sums) / SPARE) * SPARE, longest + SPARE) for n in sums)
+        texts = math.ceil(1.25 * budget * len(lengths[0]) / max(sums) / SPARE + 1) * SPARE
+        return cls((source, target), texts, longest)
+
+    @property
+    def free(self) -> tuple[int, int]:
+        """How many tokens of each side the rows of a batch may take."""
+        return self.sizes[0] - SPARE, self.sizes[1] - SPARE
+
+
+def can_pack(config: Config, longest: int) -> bool:
+    """Whether every attention of the model can go from text to text on a GPU."""
+    return (
+        config.inputs == "tokens"
+        and config.positions not in ("alibi", "t5")
+        and not (config.window or config.attention_dropout)
+        and config.kernel in ("auto", "fused")
+        and config.n_kv_heads == config.n_heads
+        and longest >= SPARE
+    )
+
+
+def pack(
+    sides: tuple[list[NDArray[Any]], list[NDArray[Any]]], fill: tuple[int, int], room: Room
+) -> list[tuple[Int[Tensor, "1 _"], Int[Tensor, " _"]]]:
+    """Each side's texts in one row, and where each starts; at the end texts of nothing but `fill`, then some of no token."""
+    left = [size - sum(map(len, texts)) for size, texts in zip(room.sizes, sides, strict=True)]
+    n = math.ceil(max(left) / room.longest)
+    assert n <= min(left), "a row holds more than its room"
+    made: list[tuple[Tensor, Tensor]] = []
+    for texts, value, size, free in zip(sides, fill, room.sizes, left, strict=True):
+        lengths = [*map(len, texts), *(free // n + (i < free % n) for i in range(n))]
+        starts = np.full(max(room.texts, len(lengths)) + 1, size, np.int32)
+        starts[: len(lengths)] = np.cumsum([0, *lengths[:-1]])
+        row = np.concatenate([*texts, np.full(free, value, np.int64)])
+        made.append((torch.from_numpy(row)[None], torch.from_numpy(starts)))
+    return made
+
+
+def pair_states(
+    model: EncoderDecoder,
+    source: tuple[Int[Tensor, "1 S"], Int[Tensor, " n"]],
+    target: tuple[Int[Tensor, "1 T"], Int[Tensor, " n"]],
+    longest: int,
+    *,
+    checkpointing: bool = False,
+) -> Float[Tensor, "1 T D"]:
+    """The decoder's states for packed targets over their packed sources; each side with where its texts start."""
+    (read, read_at), (written, written_at) = (
+        packed_at(starts, row.shape[1], longest) for row, starts in (source, target)
+    )
+    memory = model.encode(source[0], read, positions=read_at, checkpointing=checkpointing)
+    seen = across(written, read)
+    return model.states(target[0], memory, seen, mask=written, positions=written_at, checkpointing=checkpointing)
