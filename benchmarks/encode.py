@@ -1,4 +1,4 @@
-"""Sentences to vectors on the CPU: encoders of MiniLM's and of BERT-base's shape, random weights, 256 sentences.
+"""Sentences to vectors on the CPU: encoders of MiniLM's and of BERT-base's shape, random weights.
 
 All contenders have the same weights and must give the same vectors. Each computes sentences of like length together.
 """
@@ -16,10 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from onnx_peer import be_quiet, onnx_runtime
 from report import Table
-from timing import how_timed, in_fresh_process, interleave, ratio, spread
+from timing import choose_threads, how_timed, in_fresh_process, interleave, product_peak, ratio, spread, utilisation
 
 from clearhead.checkpoint import load
+from clearhead.costs import cost
 from clearhead.generation import vectors
 from clearhead.models import Encoder
 
@@ -27,6 +29,7 @@ SIZES = {
     "MiniLM-L6": dict(num_hidden_layers=6, hidden_size=384, num_attention_heads=12, intermediate_size=1536),
     "BERT-base": dict(num_hidden_layers=12, hidden_size=768, num_attention_heads=12, intermediate_size=3072),
 }
+SENTENCES = {"MiniLM-L6": 256, "BERT-base": 48}
 BATCH = 16  # of those that pad
 
 
@@ -37,44 +40,49 @@ def measure(options: Namespace) -> Iterator[Table]:
 
 def time_size(name: str, rounds: int, shared: bool) -> Table:
     warnings.filterwarnings("ignore")
+    be_quiet()
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)
     # CTranslate2's converter asks for the kind of positions, which transformers 5 no longer writes.
     config = BertConfig(attn_implementation="sdpa", position_embedding_type="absolute", **SIZES[name])
     model = BertModel(config, add_pooling_layer=False).eval()
-    rows = sentences()
+    rows = sentences(SENTENCES[name])
+    threads = choose_threads(shared)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        ours = load(Path(folder))
+        ours = load(Path(folder)).eval()
         assert isinstance(ours, Encoder)
-        threads = 1 if shared else torch.get_num_threads()
         contenders = {
-            "clearhead": lambda: embed(ours.eval(), rows),
+            "clearhead": lambda: embed(ours, rows),
             "transformers": lambda: in_batches(rows, lambda ids, real: run_torch(model, ids, real)),
             "CTranslate2": ctranslate(Path(folder), rows, threads),
+            **onnx(model, Path(folder), rows, threads),
         }
         check_same({who: run() for who, run in contenders.items()})
         times = interleave(contenders, rounds=rounds, shared=shared)
+    peak, flops = product_peak(shared), sum(cost(ours.config, batch=1, length=len(row)).useful_flops for row in rows)
     table = [
         [
             who,
             f"{len(rows) / statistics.median(times[who]):,.1f}",
             f"{spread(times[who]):.1%}",
+            utilisation(flops, statistics.median(times[who]), peak),
             "" if who == "clearhead" else f"{ratio(times, 'clearhead', who):.2f} x",
         ]
         for who in contenders
     ]
     return Table(
         title=f"encoding, {name}'s shape",
-        columns=["library", "sentences/s", "spread", "clearhead is"],
+        columns=["library", "sentences/s", "spread", "MFU", "clearhead is"],
         rows=table,
-        note=f"{len(rows)} sentences of 5 to 128 tokens, float32; {how_timed(rounds, shared)}",
-        raw={"times": times},
+        note=f"{len(rows)} sentences of 5 to 128 tokens, float32; {how_timed(rounds, shared)}; MFU: operations of real tokens "
+        f"over this machine's best product, {peak / 1e9:.0f} GFLOP/s",
+        raw={"times": times, "flops": flops, "peak": peak},
     )
 
 
-def sentences(n: int = 256) -> list[list[int]]:
+def sentences(n: int) -> list[list[int]]:
     draw = random.Random(0)
     return [[draw.randint(1000, 29000) for _ in range(draw.randint(5, 128))] for _ in range(n)]
 
@@ -128,6 +136,17 @@ def ctranslate(folder: Path, rows: list[list[int]], threads: int) -> Callable[[]
         return np.array(encoder.forward_batch(given).last_hidden_state)
 
     return lambda: in_batches(rows, run)
+
+
+def onnx(model: Any, folder: Path, rows: list[list[int]], threads: int) -> dict[str, Callable[[], np.ndarray]]:
+    ids, real = torch.randint(5, 99, (3, 17)), torch.ones(3, 17, dtype=torch.int64)
+    real[1, 9:] = 0  # so that no exporter takes it for a mask of nothing
+    examples = {"input_ids": ids, "attention_mask": real}
+    # As written out, attention is what ONNX Runtime's fusions know.
+    model.set_attn_implementation("eager")
+    made = onnx_runtime(model, examples, "last_hidden_state", folder, threads, "bert")
+    model.set_attn_implementation("sdpa")
+    return {who: lambda run=run: in_batches(rows, run) for who, run in made.items()}
 
 
 def check_same(found: dict[str, np.ndarray]) -> None:

@@ -59,7 +59,12 @@ def contenders(size: Size, *, dropout: float, nanogpt: str | None = None) -> lis
 
 
 def clearhead(size: Size, *, dropout: float, biases: bool) -> Contender:
-    config = Config(
+    model = build(config(size, dropout=dropout, biases=biases))
+    return Contender(_name("clearhead", biases), "clearhead", biases, model, _loss_of(model))
+
+
+def config(size: Size, *, dropout: float = 0.0, biases: bool = True) -> Config:
+    return Config(
         shape="decoder",
         n_layers=size.n_layers,
         n_heads=size.n_heads,
@@ -76,14 +81,12 @@ def clearhead(size: Size, *, dropout: float, biases: bool) -> Contender:
         tie_embeddings=True,
         init_residual="scaled",
     )
-    model = build(config)
-    return Contender(_name("clearhead", biases), "clearhead", biases, model, _loss_of(model))
 
 
 def transformers(size: Size, *, dropout: float) -> Contender:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
+    theirs = GPT2Config(
         n_layer=size.n_layers,
         n_head=size.n_heads,
         n_embd=size.d_model,
@@ -98,7 +101,7 @@ def transformers(size: Size, *, dropout: float) -> Contender:
         use_cache=False,
         attn_implementation="sdpa",
     )
-    model = GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(theirs)
     return Contender(
         _name("transformers", True), "transformers", True, model, _loss_of(lambda tokens: model(tokens).logits)
     )

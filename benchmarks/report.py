@@ -69,7 +69,7 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for package in ("clearhead", "torch", "transformers", "x-transformers"):
+    for package in ("clearhead", "torch", "transformers", "x-transformers", "ctranslate2", "onnxruntime"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -20,7 +20,10 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself
 from report import machine, save, versions
 from rich.console import Console
 
-BENCHMARKS = ("train_step", "encode", "attention_memory", "window", "load", "sweep_heads")
+BENCHMARKS = (
+    *("train_step", "encode", "vit", "startup", "processes"),
+    *("attention_memory", "window", "load", "sweep_heads"),
+)
 
 
 def main() -> None:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from clearhead.layers import onednn
+
 Times = dict[str, list[float]]  # seconds, one a round
 
 
@@ -58,9 +60,29 @@ def spread(values: list[float]) -> float:
     return (high - low) / middle
 
 
+def product_peak(shared: bool) -> float:
+    """Operations a second of the fastest large matrix product here, MKL's or oneDNN's: what utilisation is told against."""
+    a, b = (torch.randn(1536, 1536) for _ in "ab")
+    ways = {"MKL": lambda: torch.mm(a, b), "oneDNN": lambda: onednn.linear(a, b, None)}
+    with torch.no_grad():
+        times = interleave(ways, rounds=9, shared=shared)
+    return 2 * 1536**3 / min(map(statistics.median, times.values()))
+
+
+def utilisation(flops: float, seconds: float, peak: float) -> str:
+    return f"{flops / seconds / peak:.0%}"
+
+
 def how_timed(rounds: int, shared: bool) -> str:
     """For a table's note."""
     return f"medians of {rounds} rounds in turns" + (", one thread, CPU time" if shared else "")
+
+
+def choose_threads(shared: bool) -> int:
+    """How many threads contenders get; torch has them from here on."""
+    threads = 1 if shared else torch.get_num_threads()
+    torch.set_num_threads(threads)
+    return threads
 
 
 def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:

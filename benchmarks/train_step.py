@@ -12,18 +12,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from gpts import Contender, Size, contenders
+from gpts import Contender, Size, config, contenders
 from report import Table
-from timing import how_timed, in_fresh_process, interleave, ratio, spread
+from timing import choose_threads, how_timed, in_fresh_process, interleave, product_peak, ratio, spread, utilisation
+
+from clearhead.costs import cost
 
 SIZE, BATCH = Size(), 16
+SETTINGS = ((False, 0.0), (False, 0.2), (True, 0.0))  # compiled or not, dropout
 
 
 def measure(options: Namespace) -> Iterator[Table]:
-    rounds = 3 if options.quick else 7
-    for compiled in (False,) if options.quick else (False, True):
-        for dropout in (0.0, 0.2):
-            yield in_fresh_process(time_setting, dropout, compiled, rounds, options.shared, options.nanogpt)
+    rounds = 3 if options.quick else 5
+    for compiled, dropout in SETTINGS[: 1 if options.quick else None]:
+        yield in_fresh_process(time_setting, dropout, compiled, rounds, options.shared, options.nanogpt)
 
 
 def time_setting(dropout: float, compiled: bool, rounds: int, shared: bool, nanogpt: str | None) -> Table:
@@ -31,12 +33,16 @@ def time_setting(dropout: float, compiled: bool, rounds: int, shared: bool, nano
     warnings.filterwarnings("ignore")  # of other libraries, at each compilation
     # Contenders share code; one that fell back to eager in silence would be timed as what it is not.
     torch._dynamo.config.fail_on_recompile_limit_hit = True
+    choose_threads(shared)
     everyone = contenders(SIZE, dropout=dropout, nanogpt=nanogpt)
     check_same(everyone)
     steps = {one.name: training_step(one, compiled=compiled) for one in everyone}
     times = interleave(steps, rounds=rounds, warmup=2, shared=shared)
     rows: list[list[str]] = []
+    peak = product_peak(shared)
+    flops = cost(config(SIZE), batch=BATCH, mode="train").useful_flops
     raw: dict[str, Any] = {"times": times, "ratio": {}, "parameters": {one.name: one.n_parameters for one in everyone}}
+    raw |= {"flops": flops, "peak": peak}
     tokens = BATCH * SIZE.max_len
     for one in sorted(everyone, key=lambda one: one.biases):
         ours = next(c.name for c in everyone if c.library == "clearhead" and c.biases == one.biases)
@@ -48,16 +54,17 @@ def time_setting(dropout: float, compiled: bool, rounds: int, shared: bool, nano
                 f"{1000 * statistics.median(times[one.name]):,.0f} ms",
                 f"{1000 * min(times[one.name]):,.0f} ms",
                 f"{spread(times[one.name]):.1%}",
+                utilisation(flops, statistics.median(times[one.name]), peak),
                 "" if one.library == "clearhead" else f"{ahead:.3f} x",
             ]
         )
     return Table(
         title=f"training step, {'compiled' if compiled else 'eager'}, dropout {dropout}",
-        columns=["model", "tokens/s", "step", "best", "spread", "clearhead is"],
+        columns=["model", "tokens/s", "step", "best", "spread", "MFU", "clearhead is"],
         rows=rows,
         note=f"{SIZE.n_layers} layers, {SIZE.n_heads} heads, width {SIZE.d_model}, context {SIZE.max_len}, batch {BATCH}, "
-        f"float32, fused AdamW; {how_timed(rounds, shared)}; last column: clearhead's "
-        f"speed, with as many biases, over this one's",
+        f"float32, fused AdamW; {how_timed(rounds, shared)}; MFU: useful operations over this machine's best product, "
+        f"{peak / 1e9:.0f} GFLOP/s; last column: clearhead's speed, with as many biases, over this one's",
         raw=raw,
     )
 
