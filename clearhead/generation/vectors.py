@@ -34,7 +34,6 @@ ON_GPU, ELSEWHERE = 2**16, 2**11  # tokens computed at once; a CPU's caches hold
 WORTH_A_LAYOUT = 2**12  # tokens, from which on copying weights for the CPU's products takes less time than it saves
 
 
-@torch.no_grad()
 def embed(
     model: Encoder,
     tokenizer: Tokenizer,
@@ -52,6 +51,19 @@ def embed(
     """
     max_len = min(max_len or model.config.max_len, model.config.max_len)
     ids = read(tokenizer, texts, max_len, truncate=truncate)
+    return embed_ids(model, ids, pool=pool, tokens=tokens, follow=follow)
+
+
+@torch.no_grad()
+def embed_ids(
+    model: Encoder,
+    ids: Sequence[list[int]],
+    *,
+    pool: Pooling = "model",
+    tokens: int = 0,
+    follow: Follow = lambda parts, what, n: parts,
+) -> Float[np.ndarray, "n D"]:
+    """`embed`, of texts that are ids already, each of one at least and no more than the model takes."""
     is_packed = packs(model)
     on_gpu = is_packed and next(model.parameters()).is_cuda
     # Sorted, so that texts of one length are neighbours; a GPU's kernel asks for no order.

@@ -13,7 +13,7 @@ from clearhead.errors import InputError
 from clearhead.generation import Request as Asked
 from clearhead.generation.requests import start_of
 from clearhead.generation.texts import make_grammar, make_request
-from clearhead.generation.vectors import embed
+from clearhead.generation.vectors import embed_ids
 from clearhead.inside import probe
 from clearhead.models import Decoder, Encoder, EncoderDecoder
 from clearhead.serving import answers
@@ -69,11 +69,13 @@ def embed_texts(host: Host, texts: list[str]) -> tuple[np.ndarray, int]:
     model, tokenizer = host.model, host.tokenizer
     assert isinstance(model, Encoder)
     assert tokenizer is not None
-    lengths, most = [len(row) for row in tokenizer.encode_all(texts)], model.config.max_len
-    for at, length in enumerate(lengths):
-        if length > most:
-            raise InputError(f"input {at} has {length} tokens, and the model takes {most}; shorten it")
-    return embed(model, tokenizer, texts), sum(lengths)
+    ids, most = tokenizer.encode_all(texts), model.config.max_len
+    for at, row in enumerate(ids):
+        if not row:
+            raise InputError(f"input {at} holds no token; got {texts[at]!r:.40}; leave it out")
+        if len(row) > most:
+            raise InputError(f"input {at} has {len(row)} tokens, and the model takes {most}; shorten it")
+    return embed_ids(model, ids), sum(map(len, ids))
 
 
 def translation(host: Host, body: Translation, text: str) -> Asked:

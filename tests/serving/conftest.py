@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from pathlib import Path
 
+import openai
 import pytest
 
 from tests.serving.running import make_models, served
@@ -19,3 +20,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def address(places: dict[str, Path]) -> Generator[str]:
     with served(*map(str, places.values())) as (url, _):
         yield url
+
+
+@pytest.fixture
+def client(address: str) -> Generator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        yield client

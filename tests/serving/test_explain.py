@@ -128,8 +128,7 @@ def test_others_are_untouched(address: str) -> None:
     assert [one["text"] for one in found if "explain" not in one] == [expected] * 4
 
 
-def test_in_a_stream_it_comes_last(address: str) -> None:
-    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+def test_in_a_stream_it_comes_last(client: openai.OpenAI) -> None:
     explain = {"attention": [SITE], "ablate": [{"site": SITE, "head": 1}]}
     options: Any = dict(model="gpt", max_tokens=9, seed=3, n=2, extra_body={"explain": explain})
     options["messages"] = [{"role": "user", "content": "hello there"}]
@@ -222,9 +221,10 @@ def test_texts_that_end_at_once(address: str) -> None:
 
 @pytest.mark.parametrize("max_tokens", [0, 2])
 @pytest.mark.parametrize("stream", [False, True])
-def test_echo_with_scores(address: str, gpt: Any, tokenizer: ch.Tokenizer, max_tokens: int, stream: bool) -> None:
+def test_echo_with_scores(
+    client: openai.OpenAI, gpt: Any, tokenizer: ch.Tokenizer, max_tokens: int, stream: bool
+) -> None:
     """As evaluation tools ask for a text's probability."""
-    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
     prompts = ["the cat sat on the mat", "hello there " * 150]  # more than one strip of tokens
     rows = [tokenizer.encode(prompt) for prompt in prompts]
     options: Any = dict(model="gpt", prompt=rows, max_tokens=max_tokens, echo=True, logprobs=3, temperature=0)
