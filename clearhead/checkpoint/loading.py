@@ -32,6 +32,7 @@ TORCH_FILES = (b"PK\x03\x04", b"\x80\x02\x8a\n")  # how torch.save's files start
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
+@torch.inference_mode(mode=False)  # of one thread only; and a model that is loaded within it may be trained after
 def load(
     path: str | Path,
     *,

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -299,3 +300,13 @@ def test_loading_and_writing_import_no_compiler(tmp_path: Path) -> None:
         [sys.executable, "-c", QUICK, str(tmp_path / "x")], check=True, timeout=300, capture_output=True, text=True
     )
     assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("format", ["clearhead", "hf"])
+def test_loaded_in_inference_mode_a_model_can_be_trained(tmp_path: Path, format: Any) -> None:
+    model = ch.build(ch.preset("gpt2", n_layers=1, d_model=32, n_heads=2, d_ff=64, vocab_size=50, max_len=16))
+    ch.save(model, tmp_path / "a", format=format)
+    with torch.inference_mode():
+        again = ch.load(tmp_path / "a")
+    again(torch.tensor([[1, 2, 3]])).sum().backward()
+    assert all(parameter.grad is not None for parameter in again.parameters())
