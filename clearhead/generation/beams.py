@@ -88,7 +88,7 @@ class Beams:
             facts = np.array([[len(prompt) for prompt in self.prompts], self.steps, self.limits])
             n_prompt, steps, limits = send(facts.repeat(K, 1), logits.device)
             history = self._history(logits.device) if shaper.looks_back else None
-            log_probs = shaper(widen(logits).log_softmax(-1), history, n_prompt, steps, limits)
+            log_probs = shaper(widen(logits).log_softmax(-1), history, n_prompt, steps, limits, in_place=True)
             if allowed is not None:
                 log_probs = log_probs.masked_fill(~allowed, -math.inf)
             best = log_probs.topk(n)
