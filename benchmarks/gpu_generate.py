@@ -33,7 +33,7 @@ from clearhead.generation import Engine, Request, generate, translate
 from clearhead.models import Decoder, EncoderDecoder, build
 
 GPU = torch.device("cuda")
-PEER_SECONDS, PEER_TOKENS = 40, 64
+PEER_SECONDS, PEER_TOKENS = 60, 64
 B1 = dict(n_layers=22, d_model=2048, n_heads=32, n_kv_heads=4, d_ff=5632, vocab_size=32_000)
 SHAPES: dict[str, Callable[[], Config]] = {
     "7b": lambda: preset("llama-2-7b"),

@@ -24,7 +24,7 @@ def check_rows(rows: Sequence[object], vocab_size: int, what: str) -> list[list[
     checked: list[list[int]] = []
     for place, row in enumerate(rows):
         ids: list[Any] = list(row) if isinstance(row, Sequence) else [None]
-        if not all(type(token) is int for token in ids):
+        if not set(map(type, ids)) <= {int}:
             raise InputError(
                 f"{what}s are a list of lists of ids; got {what} {place} = {str(row)[:40]!r}; encode text with the model's "
                 f"tokenizer, and put a single {what} in a list of its own"

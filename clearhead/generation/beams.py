@@ -135,14 +135,18 @@ class Beams:
             those = (each[row, places].tolist() for each in (parents, tokens, scores))
             self._finish(int(numbers[row]), *those)
 
-        going = np.argsort(is_end, axis=1, kind="stable")[:, :K]  # those that do not end, best first
-        after = np.take_along_axis(np.where(is_end, -math.inf, scores).astype(self.scores.dtype), going, 1)
+        going, left = np.broadcast_to(np.arange(K), (len(numbers), K)), scores  # those that do not end, best first
+        if is_end.any():
+            going = np.argsort(is_end, axis=1, kind="stable")[:, :K]
+            left = np.where(is_end, -math.inf, scores)
+        after = np.take_along_axis(left, going, 1).astype(self.scores.dtype)
         if self.is_traced:
             self._trace(numbers, scores, tokens, parents, finished, going, after)
         tokens, parents = np.take_along_axis(tokens, going, 1), np.take_along_axis(parents, going, 1)
-        texts = self.texts[numbers[:, None], parents]
+        longest = int(length.max())
+        texts = self.texts[numbers[:, None], parents, :longest]
         texts[np.arange(len(numbers)), :, steps] = tokens
-        self.texts[rows], self.scores[rows], self.steps[rows] = texts, after, length
+        self.texts[rows, :, :longest], self.scores[rows], self.steps[rows] = texts, after, length
         self.is_open[rows] = is_open & self._can_improve(numbers) & (limits > length) & (after[:, 0] > -math.inf)
         return tokens, parents
 

@@ -240,7 +240,7 @@ class Engine:
             n_source_blocks, n_new = -(-member.n_source // BLOCK), -(-len(prompt) // BLOCK) - len(known)
             taken = self.blocks.take([member.holder] * (n_source_blocks + n_new))
             member.source, fresh = taken[:n_source_blocks], taken[n_source_blocks:]
-            member.row = np.concatenate([np.array(known, np.int32), fresh])
+            member.row = np.concatenate([np.array(known, np.int32), fresh]) if known else fresh
             member.n_read = ticket.n_cached = len(known) * BLOCK
             self.reading.append(member)
 

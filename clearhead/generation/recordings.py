@@ -47,7 +47,8 @@ class Recordings:
                 each.copy_(was)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.memory, stream=stream), recording:
+        # Other threads may take memory meanwhile: a training run's makes its next batches while samples are written.
+        with torch.cuda.graph(graph, pool=self.memory, stream=stream, capture_error_mode="thread_local"), recording:
             result = work()
         return graph, result
 

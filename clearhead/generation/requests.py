@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import InputError
-from clearhead.generation.batches import check_ids, check_least, check_rows
+from clearhead.generation.batches import check_least, check_rows
 from clearhead.generation.constraints import Grammar
 from clearhead.generation.strategies import Strategy
 from clearhead.models import Decoder, EncoderDecoder
@@ -213,7 +213,6 @@ def _check_source(source: Source | None, model: EncoderDecoder) -> None:
             )
         return
     ids = check_rows([source], config.source_vocab_size or config.vocab_size, "source")[0]
-    check_ids(ids, config.source_vocab_size or config.vocab_size, "source")
     if not 0 < len(ids) <= config.max_source_len:
         raise InputError(
             f"the source must have 1 to max_source_len={config.max_source_len} tokens; got {len(ids)}; "

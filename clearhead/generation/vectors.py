@@ -29,7 +29,7 @@ from clearhead.models.head import Pool
 Pooling = Literal["model", "mean", "first"]
 Follow = Callable[[list[list[int]], str, int], Iterable[list[int]]]  # shows how far a list is worked through
 
-ON_GPU, ELSEWHERE = 2**16, 2**11  # tokens computed at once; a CPU's caches hold little more than the latter
+ON_GPU, ELSEWHERE = 2**16, 2**12  # tokens computed at once; a CPU's caches hold no more than the latter
 
 WORTH_A_LAYOUT = 2**12  # tokens, from which on copying weights for the CPU's products takes less time than it saves
 

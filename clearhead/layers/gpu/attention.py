@@ -205,8 +205,9 @@ def attention_plan(B: int, H: int, K: int, E: int, longest: int, dtype: torch.dt
         if half and E == 128 and H == K and longest > 64:
             # Left alone, the compiler takes fewer registers and starts its loads one after another.
             return dict(TILE=32, SPLITS=1, LEAST=32, STAGES=3, num_warps=4, maxnreg=128)
-        # So many rows are seldom long: the table's width says how long they may become, not how long they are.
-        tile = 32 if half and (longest <= 128 or B * K >= 2048) else tile
+        if half and E <= 64 and H == K:  # at any length; larger tiles lose where rows are short
+            return dict(TILE=16, SPLITS=1, LEAST=16, STAGES=3, num_warps=2)
+        tile = 32 if half and longest <= 128 else tile
         return dict(TILE=tile, SPLITS=1, LEAST=tile, STAGES=3, num_warps=warps)
     least = 192 if H == K else 64
     splits = min(triton.cdiv(longest, least), 16)
