@@ -182,8 +182,10 @@ def ours(
     *,
     stream: str = "bfloat16",
     precision: str = "bfloat16",
+    record: bool = True,
 ) -> tuple[Step, int]:
-    """A step as `clearhead train` with train.compile=true takes it: its passes, its update, its loss."""
+    """A step as `clearhead train` with train.compile=true takes it: its passes, its update, its loss; batches of one shape
+    are replayed."""
     from clearhead.training.loop import make_products, narrow
     from clearhead.training.optimizers import Optimizers
     from clearhead.training.passes import Passes, Update
@@ -199,13 +201,14 @@ def ours(
         found = losses(model, batch)
         return found.goal, found.loss, found.correct
 
-    passes, optimizers = Passes(torch.compile(objective), autocast, record=False), Optimizers(model, train, lr=train.lr)
+    passes = Passes(torch.compile(objective), autocast, record=record)
+    optimizers = Optimizers(model, train, lr=train.lr, record=record)
     products = make_products(model, train, Processes(torch.device("cuda")))
     if products is not None:
         wide = Passes(objective, autocast, record=False)
         products.calibrate(lambda: wide(batches[0], 1 / counts[0]))
         optimizers.zero_grad()
-    update = Update(optimizers, train.clip, products, record=False)
+    update = Update(optimizers, train.clip, products, record=record)
     turn = 0
 
     def step() -> Any:
@@ -318,7 +321,7 @@ def clearhead_translate(options: dict[str, Any]) -> tuple[Step, int]:
         states = pair_states(m, (b["source"], b["starts"]), (b["target"], b["at"]), room.longest)
         return token_losses(m, states, b["targets"], 0.1)
 
-    return ours(model, losses, batches, sum(b["count"] for b in batches) // BATCHES)
+    return ours(model, losses, batches, sum(b["count"] for b in batches) // BATCHES, record=False)
 
 
 def their_pairs(

@@ -1,6 +1,7 @@
 """Does a less exact step learn as well? GPT-2 124M on a text: the same data and seed with each precision, and other seeds.
 
     python3 benchmarks/loss_curves.py TEXT --steps 2000 --out benchmarks/results/loss_curves.json
+    python3 benchmarks/loss_curves.py --draw docs/pictures/loss_curves.png --out benchmarks/results/loss_curves.json
 
 Every run is a run of `clearhead train`, in a process of its own. What differs between seeds is the noise that a difference between
 precisions is to be held against.
@@ -31,7 +32,7 @@ LAST = 10  # logged rows that a curve's end is the mean of
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", nargs="+")
+    parser.add_argument("text", nargs="*")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch-tokens", type=int, default=8192)
     parser.add_argument(
@@ -41,7 +42,13 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1, help="runs side by side")
     parser.add_argument("--work", type=Path, default=Path("runs/loss-curves"))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--draw", type=Path, help="a picture of what --out holds")
     options = parser.parse_args()
+    if options.draw:
+        draw(options.draw, json.loads(options.out.read_text(encoding="utf-8")))
+        return
+    if not options.text or not all(Path(file).is_file() for file in options.text):
+        raise SystemExit(f"loss_curves.py takes text files that exist; got {' '.join(options.text) or 'none'}")
     shutil.rmtree(options.work, ignore_errors=True)
     prepare(options)
     import torch
@@ -100,6 +107,37 @@ def show(table: dict[str, dict[str, Any]]) -> None:
     for name, told in table.items():
         far = told["end"] - table[first]["end"]
         print(f"{name:24} {told['end']:12.4f} {far:+24.4f} {told['held_out']:10.4f} {told['tokens_per_second']:12,.0f}")
+
+
+def draw(file: Path, told: dict[str, Any]) -> None:
+    """How far each way of fp8 is from bfloat16 with the same seed, as running means."""
+    import numpy as np
+
+    from clearhead.inside.drawing import Picture
+
+    figure = Picture(8, 4)
+    figure.set_layout_engine("constrained")
+    axis = figure.subplots()
+    runs: dict[str, dict[str, Any]] = told["runs"]
+    kinds = list(dict.fromkeys(name.partition(":")[0] for name in runs if name.startswith("fp8")))
+    for kind, color in zip(kinds, ("#0072B2", "#009E73", "#D55E00", "#CC79A7"), strict=False):
+        label = kind
+        for seed in range(10):
+            run, beside = runs.get(f"{kind}:{seed}"), runs.get(f"bfloat16 stream:{seed}")
+            if run is not None and beside is not None:
+                steps, losses = np.array(run["curve"]).T
+                far = losses - np.array(beside["curve"])[:, 1]
+                n = max(1, len(far) // 5)
+                smooth = np.convolve(far, np.ones(n) / n, "valid")
+                axis.plot(steps[n - 1 :], smooth, color=color, label=label, linewidth=1.2)
+                label = ""
+    axis.axhline(0, color="black", linewidth=0.8)
+    axis.set_ylim(-0.05, 0.08)
+    axis.set_xlabel(f"step (mean of the last {told['steps'] // 5})")
+    axis.set_ylabel("loss above bfloat16's, same seed")
+    axis.legend(frameon=False)
+    axis.set_title(f"GPT-2 124M, {told['batch_tokens']:,} tokens a step, one {told['device']}")
+    figure.savefig(file, dpi=110, metadata={"Software": None})
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from clearhead.layers.linear import FusedLinear, Linear
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 STEPS = 16  # a scale fits the largest value of so many steps,
 ROOM = 2.0  # and values up to so many times as large; what is larger still becomes the largest there is
-FAST = True  # sums of 14 bits; exact ones are about 8% slower
 MULTIPLE = 16  # what the matrix units ask of a width
 
 
@@ -160,11 +159,16 @@ def _(
     return like.new_empty(R, N, dtype=dtype), like.new_empty(N, -(-R // 16) * 16, dtype=dtype)
 
 
-def multiply(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a b^T of 8-bit operands, both with the summed axis last; scales are what to multiply by afterwards."""
+def multiply(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, *, exact: bool = False
+) -> Tensor:
+    """a b^T of 8-bit operands, both with the summed axis last; scales are what to multiply by afterwards.
+
+    Sums have 14 bits, or all with `exact`, which takes up to 18% longer.
+    """
     bias = None if bias is None else bias.bfloat16()
     return torch._scaled_mm(  # pyright: ignore[reportPrivateUsage]
-        *(a, b.t(), scale_a, scale_b, bias), out_dtype=torch.bfloat16, use_fast_accum=FAST
+        *(a, b.t(), scale_a, scale_b, bias), out_dtype=torch.bfloat16, use_fast_accum=not exact
     )
 
 

@@ -82,7 +82,8 @@ def train(
         called = spread(objective, processes, t.parallel)
         autocast = make_autocast(t, processes.device)
         narrow(model, t, autocast)
-        record = t.record and not t.compile and processes.device.type == "cuda" and processes.world == 1
+        record = t.record and processes.device.type == "cuda" and processes.world == 1
+        record &= task.is_even or not t.compile  # what is compiled for changing shapes is not recorded for each
         task.rounding = ROUNDING if record else task.rounding
         if not record and is_alone(processes, t) and isinstance(autocast, torch.autocast):
             task.pack(model)

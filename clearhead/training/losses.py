@@ -143,10 +143,13 @@ class Rounded:
         return fp8.multiply(self.x[start : start + n], self.weight, self.back_x, self.back_weight, bias)
 
     def gradients(self, start: int, grad: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
-        """Of x and of the weight; `turned` may be longer by zeros, as `turned_x` is."""
-        of_x = fp8.multiply(grad, self.turned_weight, self.back, self.back_weight)
+        """Of x and of the weight; `turned` may be longer by zeros, as `turned_x` is.
+
+        Beside a target's 1 most of a gradient are probabilities so small that sums of 14 bits would lose them.
+        """
+        of_x = fp8.multiply(grad, self.turned_weight, self.back, self.back_weight, exact=True)
         part = self.turned_x[:, start : start + turned.shape[1]]
-        return of_x, fp8.multiply(turned, part, self.back, self.back_x)
+        return of_x, fp8.multiply(turned, part, self.back, self.back_x, exact=True)
 
 
 def on_chunk(

@@ -94,7 +94,7 @@ class Train:
         "float32"  # what blocks hand on, where products are bfloat16; less memory, less exact
     )
     compile: bool = False
-    record: bool = True  # on a GPU, where batches have one shape: replay the step as a CUDA graph
+    record: bool = True  # on a GPU, where batches have one shape, or few: replay the step as a CUDA graph
     checkpointing: bool = False  # less memory, a third more time
     deterministic: bool = False  # on a GPU: only kernels that add in a fixed order
     parallel: Literal["ddp", "fsdp"] = "ddp"  # with several processes: whole copies, or each holds a share

@@ -196,6 +196,8 @@ class TextClasses(Classes):
 class PictureClasses(Classes):
     """A label for a picture, with small shifts and mirror images if the recipe asks for them."""
 
+    is_even = True
+
     def __init__(self, corpus: Corpus) -> None:
         super().__init__(corpus.recipe)
         d, t, model = self.recipe.data, self.recipe.train, self.recipe.model

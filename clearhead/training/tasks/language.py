@@ -31,6 +31,7 @@ class WindowTask(Task):
     """What language modelling and masking share: texts packed into windows of equal length."""
 
     special = ("<pad>", "<s>", "</s>", "<unk>")
+    is_even = True
 
     def __init__(self, corpus: Corpus) -> None:
         super().__init__(corpus.recipe)

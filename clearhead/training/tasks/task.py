@@ -63,6 +63,7 @@ class Task(ABC):
     tokenizer: Tokenizer | None = None
     beside: Mapping[str, Any] = MappingProxyType({})  # what else a finished model's folder holds: JSON files by name
     rounding: tuple[int, int] = (1, 1)  # batches are filled up to multiples of so many rows, and of such a length
+    is_even = False  # whether all batches have one shape by themselves
     order: RowOrder | TokenOrder
     shape: tuple[int, int, int]  # rows, length and source length of a usual batch
 
