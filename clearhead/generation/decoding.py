@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 from clearhead.errors import InputError
 from clearhead.generation.batches import Ids, check_least, check_rows, check_shape
 from clearhead.generation.constraints import Grammar
-from clearhead.generation.driving import check_done, make_engine, stepping
+from clearhead.generation.driving import check_done, forget_engine, make_engine, stepping
 from clearhead.generation.engine import Engine
 from clearhead.generation.requests import Hypothesis, Request, Ticket, n_source, start_of
 from clearhead.generation.strategies import Strategy
@@ -164,15 +164,13 @@ def write(model: Decoder | EncoderDecoder, requests: Sequence[Request], batch_to
     if not requests:
         return []
     engine = make_engine(model, requests, batch_tokens, keep=True)
-    tickets: list[Ticket] = []
     try:
-        for place, request in enumerate(requests):
-            tickets.append(engine.submit(request, f"{what} {place}"))
+        tickets = [engine.submit(request, f"{what} {place}") for place, request in enumerate(requests)]
         engine.waiting = deque(sorted(engine.waiting, key=lambda one: -len(one[1]) - n_source(one[0].request.source)))
         engine.run()
-    finally:
-        for ticket in tickets:
-            engine.cancel(ticket)
+    except BaseException:  # also Ctrl-C: what was half done is not for the next call
+        forget_engine(model)
+        raise
     return tickets
 
 

@@ -50,10 +50,14 @@ def make_engine(
         engine = kept.engine
         if engine.max_rows >= max_rows and (engine.blocks.n_blocks - 1) * BLOCK >= max_tokens:
             return engine
-    model.__dict__["_kept_engine"] = None  # its memory is free before the next one's is taken
+    forget_engine(model)  # its memory is free before the next one's is taken
     engine = Engine(model, max_tokens=max_tokens, max_rows=max(max_rows, 64), prefixes=False)
     model.__dict__["_kept_engine"] = Kept(engine, weights)
     return engine
+
+
+def forget_engine(model: Decoder | EncoderDecoder) -> None:
+    model.__dict__["_kept_engine"] = None
 
 
 def _tokens(request: Request) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from clearhead.config import Generation
 from clearhead.errors import InputError
-from clearhead.generation import Hypothesis, generate
+from clearhead.generation import Engine, Hypothesis, generate
 from clearhead.generation.batches import evaluating
 from clearhead.generation.running import Runner
 from tests.generation.models import DECODERS, ENDS, cut, pair, texts
@@ -204,3 +204,19 @@ def test_other_shapes() -> None:
         InputError, match=r"takes a model of shape='decoder' over tokens; got.*translate for encoder-decoders"
     ):
         generate(other, [[5]])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt(), InputError("no")])
+def test_an_engine_that_was_interrupted_is_not_used_again(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("gpt2")
+    model.__dict__["_kept_engine"] = "an engine of an earlier call, as a GPU keeps it"
+
+    def fail(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Engine, "_step", fail)
+    with pytest.raises(type(error)):
+        generate(model, [[3, 4]], max_new_tokens=4)
+    assert model.__dict__["_kept_engine"] is None
