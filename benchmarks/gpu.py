@@ -186,13 +186,14 @@ def ours(
 ) -> tuple[Step, int]:
     """A step as `clearhead train` with train.compile=true takes it: its passes, its update, its loss; batches of one shape
     are replayed."""
-    from clearhead.training.loop import make_products, narrow
+    from clearhead.training.loop import make_products, narrow, set_up
     from clearhead.training.optimizers import Optimizers
     from clearhead.training.passes import Passes, Update
     from clearhead.training.processes import Processes
     from clearhead.training.recipe import Train
 
     train = Train(lr=6e-4, compile=True, stream=stream, precision=precision)  # type: ignore[arg-type]
+    set_up(train)
     autocast = bfloat16()
     narrow(model, train, autocast)
     counts = [batch.pop("count") for batch in batches]

@@ -196,6 +196,10 @@ def set_up(t: Train) -> None:
         torch.use_deterministic_algorithms(t.deterministic)
     if t.compile:  # kept for the next run; torch's own place is among temporary files
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
+        # Nor does it keep what holds a function with a backward of its own, as our loss is, unless asked.
+        from torch._functorch import config
+
+        config.autograd_cache_allow_custom_autograd_functions = True
 
 
 def make_autocast(t: Train, device: torch.device) -> AbstractContextManager[Any]:

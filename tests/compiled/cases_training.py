@@ -10,8 +10,11 @@ import pytest
 import torch
 from models.tiny import assert_same
 from torch import Tensor
+from torch._dynamo.utils import counters
 from training.made import MODEL, make, model_for, recipe_of, words, write
+from training.running import make_recipe
 
+from clearhead.training import train
 from clearhead.training.losses import IGNORED, cross_entropy
 from clearhead.training.tasks.task import Batch, Objective, Task
 
@@ -90,3 +93,16 @@ def test_a_whole_objective(tmp_path: Path, name: str) -> None:
         assert theirs.grad is not None, site
         assert ours.grad is not None, site
         assert_same(ours.grad, theirs.grad, within=FLOAT32)
+
+
+def test_a_run_keeps_what_it_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two runs finds all of it, the traced gradients too."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kept"))
+    found: list[dict[str, int]] = []
+    for name in "ab":
+        torch._dynamo.reset()
+        counters.clear()
+        train(make_recipe("language", tmp_path, compile=True, steps=2, precision="float32"), tmp_path / name)
+        found.append(dict(counters["aot_autograd"]))
+    assert found[0]["autograd_cache_saved"] == found[1]["autograd_cache_hit"] > 0
+    assert not any("autograd_cache_bypass" in each for each in found)
