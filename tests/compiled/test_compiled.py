@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from apart import run_apart
 
 CASES = sorted(Path(__file__).parent.glob("cases_*.py"))
 
@@ -18,16 +16,4 @@ def test_there_are_cases() -> None:
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
 def test_compiled(path: Path) -> None:
-    ran = subprocess.run(
-        # no:logging leaves out the thousands of lines torch.compile logs about itself when a test fails
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:logging", str(path)],
-        cwd=path.parents[2],
-        env=os.environ | {"CLEARHEAD_SHAPES": "unchecked", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    # pytest answers 0 only where it found tests and all passed; a skipped one would hide behind it.
-    assert ran.returncode == 0, ran.stdout
-    assert "skipped" not in ran.stdout, ran.stdout
+    run_apart(path)

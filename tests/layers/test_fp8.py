@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from apart import run_apart
 from interpreted import DEVICE, need_triton
 from torch import Tensor, nn
 
@@ -258,15 +256,4 @@ def test_an_older_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compiled() -> None:
-    """In a process of its own, without the shape checks (conftest.py says why)."""
-    path = Path(__file__).parents[1] / "compiled" / "triton_fp8.py"
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:logging", str(path)],
-        cwd=path.parents[2],
-        env=os.environ | {"CLEARHEAD_SHAPES": "unchecked", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout
+    run_apart(Path(__file__).parents[1] / "compiled" / "triton_fp8.py")
