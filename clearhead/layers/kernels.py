@@ -1,7 +1,8 @@
 """Attention's one door, `attend`, and the three kernels behind it.
 
 *explicit* is the equation, and the reference for the others. *fused* is torch's scaled_dot_product_attention, fed so that
-no T x T tensor is made at long lengths. *flex* is torch's flex_attention, which skips whole blocks a mask forbids. All three
+no T x T tensor is made at long lengths; in float32 on the CPU, where nothing is masked but the future and no gradient is wanted, a
+kernel of our own (native.cpp) takes its place. *flex* is torch's flex_attention, which skips whole blocks a mask forbids. All three
 agree to rounding; `kernel="auto"` takes fused, and flex on CUDA where it can skip enough to win.
 
 Keys may also lie in the blocks of a pool (`Mask.pages`). One query a row then reads them where they are, by a kernel of our own
@@ -21,12 +22,13 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from clearhead.errors import InputError, did_you_mean
 from clearhead.layers import native
 from clearhead.layers.flex import block_mask, flex
-from clearhead.layers.linear import has_triton
+from clearhead.layers.linear import has_triton, is_bare
 from clearhead.layers.masks import Mask
 from clearhead.layers.pages import spread, unpage
 from clearhead.layers.positions import Bias, DistanceBias
@@ -177,7 +179,7 @@ def reads_blocks(mask: Mask, bias: Bias | None, T: int, like: Tensor, kernel: st
 
 def goes_by_spans(mask: Mask, bias: Bias | None, like: Tensor, kernel: str, dropout: float) -> bool:
     """Whether texts packed into a row are attended to one by one: by torch's kernel for that on CUDA GPUs in 16 bits, on the CPU by
-    a call for each length."""
+    our own, or a call for each length."""
     return (
         mask.spans is not None
         and kernel in ("auto", "fused")
@@ -199,19 +201,41 @@ def autocast_type(x: Tensor) -> torch.dtype:
 
 
 def _by_spans(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    if not q.is_cuda:
-        return _length_by_length(q, k, v, mask, scale)
-    from torch.nn.attention.varlen import varlen_attn
-
     spans = mask.spans
     assert spans is not None
     keys = spans.keys or spans
+    if not q.is_cuda:
+        if _is_ours(q, k, v) and (not mask.causal or spans.keys is None):
+            return native.text_attention(q, k, v, scale, (spans.starts, keys.starts), causal=mask.causal)
+        return _length_by_length(q, k, v, mask, scale)
+    from torch.nn.attention.varlen import varlen_attn
+
     usual = 1 / math.sqrt(q.shape[-1])  # what it multiplies with itself
     q, k, v = (x[0].transpose(0, 1) for x in (q if scale == usual else q * (scale / usual), k, v))
     reach = (-1, 0 if mask.causal else -1)  # keys before and after the query; -1: all
     out = varlen_attn(q, k, v, spans.starts, keys.starts, spans.longest, keys.longest, window_size=reach)
     assert isinstance(out, Tensor)
     return out.transpose(0, 1)[None]
+
+
+def _is_ours(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the CPU's kernel of our own takes these. It has no backward pass."""
+    return (
+        q.device.type == "cpu"
+        and q.dtype == k.dtype == v.dtype == torch.float32
+        and q.shape[2] > 1  # a single query is over before the keys are laid out
+        and q.numel() > 0
+        and k.numel() > 0
+        and q.shape[3] % native.TEXT_WIDTHS == 0
+        and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        and is_bare(q, k, v)
+        and not torch.jit.is_tracing()
+        and forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
+        and native.lies_in_rows(q)
+        and native.lies_in_rows(k)
+        and native.lies_in_rows(v)
+        and native.is_there()
+    )
 
 
 def _length_by_length(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
@@ -345,6 +369,8 @@ def _lower(
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, pairs: Tensor | None, scale: float, dropout: float, causal: bool = False
 ) -> Tensor:
+    if pairs is None and not dropout and (not causal or q.shape[2] == k.shape[2]) and _is_ours(q, k, v):
+        return native.text_attention(q, k, v, scale, causal=causal)
     # torch picks the kernel: since 2.11 that is cuDNN's on Hopper GPUs, the fastest there at long lengths.
     return F.scaled_dot_product_attention(
         *(q, k, v),

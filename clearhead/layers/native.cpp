@@ -8,3 +8,4 @@
 #include "cpp/pack.h"
 #include "cpp/products.h"
 #include "cpp/step.h"
+#include "cpp/texts.h"

@@ -30,6 +30,8 @@ FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "
 # Apple's compiler knows OpenMP only this way.
 OPENMP = ("-Xpreprocessor", "-fopenmp") if sys.platform == "darwin" else ("-fopenmp",)
 
+TEXT_WIDTHS = 16  # numbers in the widest register: `text_attention` takes heads of whole ones
+
 POINTER, INT, FLOAT, SMALL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 SIGNATURES = {
     "linear_f32": [POINTER] * 4 + [INT] * 3 + [SMALL],
@@ -37,6 +39,7 @@ SIGNATURES = {
     "pack_int4": [POINTER] * 5 + [INT] * 3 + [SMALL],
     "paged_attention": [POINTER] * 6 + [INT] * 10 + [FLOAT, INT, SMALL],
     "paged_store": [POINTER] * 6 + [INT] * 11,
+    "text_attention": [POINTER] * 6 + [INT] * 12 + [FLOAT, SMALL, SMALL],
     "one_token": [POINTER],
 }
 
@@ -184,6 +187,37 @@ def store(
         *(B, K, E, block, table.shape[1], pool_k.stride(0), pool_k.stride(1), pool_v.stride(0), pool_v.stride(1)),
         *(k.stride(0), v.stride(0)),
     )
+
+
+def text_attention(
+    q: Float[Tensor, "B H T E"],
+    k: Float[Tensor, "B K S E"],
+    v: Float[Tensor, "B K S E"],
+    scale: float,
+    starts: tuple[Int[Tensor, " n"], Int[Tensor, " n"]] | None = None,
+    *,
+    causal: bool = False,
+) -> Float[Tensor, "B H T E"]:
+    """All queries of each row over all its keys, in float32; of the one row where `starts` says so, text by text.
+
+    Tokens lie one after the other at equal distances, as `lies_in_rows` tells, and E is a multiple of `TEXT_WIDTHS`.
+    """
+    (B, H, T, E), (_, K, S, _) = q.shape, k.shape
+    out = q.new_empty(B, T, H, E)
+    queries, keys = (None, None) if starts is None else (each.int().contiguous() for each in starts)
+    _FUNCTIONS["text_attention"](
+        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()),
+        *(None if each is None else each.data_ptr() for each in (queries, keys)),
+        *(B if queries is None else len(queries) - 1, T, S, H, K, E),
+        *(stride for each in (q, k, v) for stride in (each.stride(0 if each.shape[2] == 1 else 2), each.stride(1))),
+        *(scale, causal, torch.get_num_threads()),
+    )
+    return out.transpose(1, 2)
+
+
+def lies_in_rows(x: Float[Tensor, "B h T E"]) -> bool:
+    """Whether the tokens of all rows lie at equal distances, the numbers of each head side by side."""
+    return x.stride(3) == 1 and (1 in (x.shape[0], x.shape[2]) or x.stride(0) == x.shape[2] * x.stride(2))
 
 
 def one_token(step: Step) -> None:

@@ -52,10 +52,17 @@ def linear(
     return _product(x, _laid.find(weight), bias, *(("none", "") if activation is None else ACTIVATIONS[activation]))
 
 
+# By the weight's identity, each with the weight itself, so that no other takes its place, and its version.
+Copies = dict[int, tuple[Tensor, int, Tensor]]
+
+
 @contextmanager
-def laid_out() -> Generator[None]:
-    """While this lasts, in this thread, weights are copied into oneDNN's own layout at their first product without gradients."""
-    before, _laid.copies = _laid.copies, {}
+def laid_out(copies: Copies | None = None) -> Generator[None]:
+    """While this lasts, in this thread, weights are copied into oneDNN's own layout at their first product without gradients.
+
+    Who asks a model again and again keeps the copies: those given are used, and new ones added to them.
+    """
+    before, _laid.copies = _laid.copies, {} if copies is None else copies
     try:
         yield
     finally:
@@ -63,9 +70,7 @@ def laid_out() -> Generator[None]:
 
 
 class Laid(threading.local):
-    """Copies by the weight's identity, each with the weight itself, so that no other takes its place, and its version."""
-
-    copies: dict[int, tuple[Tensor, int, Tensor]] | None = None
+    copies: Copies | None = None
 
     def find(self, weight: Tensor) -> Tensor:
         if self.copies is None or weight.is_inference():  # which has no version to tell a change by

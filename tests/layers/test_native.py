@@ -181,6 +181,11 @@ for packed in (Int8(weight), Int4(weight)):
     assert ((packed.product(x, None).double() - expected).abs() <= bound + 1e-5).all()
     assert torch.equal(packed.product(x[3:4], None)[0], packed.product(x, None)[3])
 torch.testing.assert_close(native.linear(x, weight, None), x @ weight.T, rtol=0, atol=1e-4)
+q, k, v = (torch.randn(2, 45, 3, 48).transpose(1, 2) for _ in "qkv")
+for causal in (False, True):
+    expected = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal)
+    ours = native.text_attention(q, k, v, 48**-0.5, causal=causal)
+    torch.testing.assert_close(ours.double(), expected, rtol=0, atol=1e-5)
 import clearhead as ch
 from clearhead.layers.quantized import quantize
 from clearhead.models import whole_step

@@ -157,4 +157,9 @@ def test_weights_are_laid_out_once_and_anew_when_they_change(monkeypatch: pytest
             linear(X, weight)
         linear(X, weight)
         assert len(made) == 4
+        copies: onednn.Copies = {}
+        for _ in range(2):
+            with onednn.laid_out(copies):
+                linear(X, weight)
+        assert len(made) == 5, "who keeps the copies has them again"
     assert onednn._laid.copies is None, "nothing is kept"

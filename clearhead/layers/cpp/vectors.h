@@ -12,6 +12,7 @@
 #include <omp.h>
 #include <sched.h>
 #include <type_traits>
+#include <utility>
 #include <vector>
 #if defined(__AVX__)
 #include <immintrin.h>
@@ -61,7 +62,7 @@ inline float fma(float a, float b, float c) {
     return a * b + c;
 #endif
 }
-inline Wide all(float value) { return Wide{} + value; }
+inline Wide all(float value) { return value - Wide{}; }
 
 #if defined(__AVX__)
 inline float total(__m256 s) {
