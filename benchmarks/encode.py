@@ -35,7 +35,7 @@ BATCH = 16  # of those that pad
 
 def measure(options: Namespace) -> Iterator[Table]:
     for name in list(SIZES)[: 1 if options.quick else None]:
-        yield in_fresh_process(time_size, name, 3 if options.quick else 5, options.shared)
+        yield in_fresh_process(time_size, name, 3 if options.quick else 4, options.shared)
 
 
 def time_size(name: str, rounds: int, shared: bool) -> Table:

@@ -18,7 +18,7 @@ T = 128
 
 
 def measure(options: Namespace) -> Iterator[Table]:
-    yield in_fresh_process(time_sweeps, 1 if options.quick else 5, options.shared)
+    yield in_fresh_process(time_sweeps, 1 if options.quick else 2, options.shared)
 
 
 def time_sweeps(rounds: int, shared: bool) -> Table:

@@ -23,7 +23,7 @@ SETTINGS = ((False, 0.0), (False, 0.2), (True, 0.0))  # compiled or not, dropout
 
 
 def measure(options: Namespace) -> Iterator[Table]:
-    rounds = 3 if options.quick else 5
+    rounds = 3 if options.quick else 4
     for compiled, dropout in SETTINGS[: 1 if options.quick else None]:
         yield in_fresh_process(time_setting, dropout, compiled, rounds, options.shared, options.nanogpt)
 

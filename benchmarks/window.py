@@ -18,7 +18,7 @@ B, H, E, T, WIDTH = 1, 8, 64, 16_384, 512
 
 
 def measure(options: Namespace) -> Iterator[Table]:
-    rounds = 2 if options.quick else 5
+    rounds = 2 if options.quick else 3
     for backward in (False, True):
         yield in_fresh_process(time_kernels, backward, rounds, options.shared)
 

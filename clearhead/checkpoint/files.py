@@ -58,6 +58,9 @@ class Weights(ABC):
         tensor of torch's own would: products of the same numbers at another alignment can differ in their last bits."""
         return None
 
+    def let_go(self, name: str) -> None:
+        """It was copied: where it was read from a mapped file, its pages are not this process's memory any more."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -101,6 +104,13 @@ class Stored(Weights):
         rows = sum(self.shapes[name][0] for name in names) if len(names) > 1 else 0
         shape = (rows, *self.shapes[names[0]][1:]) if rows else self.shapes[names[0]]
         return self._tensor(first, shape, dtype)
+
+    def let_go(self, name: str) -> None:
+        place, page = self.places[name], mmap.PAGESIZE
+        held, start = self.maps[place.file], -(-place.start // page) * page
+        length = (place.start + place.nbytes) // page * page - start
+        if not isinstance(held, bytearray) and hasattr(mmap, "MADV_DONTNEED") and length > 0:
+            held.madvise(mmap.MADV_DONTNEED, start, length)
 
     def _tensor(self, place: Place, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         count = math.prod(shape)

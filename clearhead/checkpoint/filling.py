@@ -36,10 +36,12 @@ def fill(model: Model, pairings: Sequence[Pairing], weights: Weights, device: to
                     f"{pairing.key!r} and {pairing.first!r} are one tensor in this model, but differ; is "
                     f"tie_word_embeddings right?"
                 )
-        elif len(names) == 1 and not match.how:
+            return
+        if len(names) == 1 and not match.how:
             weights.read_into(pairing.key, targets[names[0]])
         else:
             _copy(match.into(weights.read(pairing.key)), [targets[name] for name in names])
+        weights.let_go(pairing.key)
 
     left = [pairing for pairing in pairings if not kept.issuperset(pairing.ours) or pairing.first is not None]
     with ThreadPoolExecutor(_n_threads() if on_cpu else 1) as pool:

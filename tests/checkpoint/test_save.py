@@ -260,6 +260,26 @@ def test_a_file_system_that_can_not_map(tmp_path: Path, monkeypatch: pytest.Monk
     assert same(model, load(tmp_path / "x"))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_was_copied_is_not_held_twice(tmp_path: Path) -> None:
+    """Queries, keys and values that lie apart are copied out of the mapped file; its pages are then let go."""
+    sizes: dict[str, Any] = dict(n_layers=4, d_model=512, n_heads=8, d_head=64, d_ff=2048, vocab_size=1000)
+    save(ch.build(ch.preset("llama-7b", **sizes)), tmp_path / "x", format="hf")
+    size = (tmp_path / "x" / "model.safetensors").stat().st_size
+    code = f"""
+import clearhead as ch, re
+held = lambda: 1024 * int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1])
+before = held()
+model = ch.load({str(tmp_path / "x")!r})
+total = sum(float(p.sum()) for p in model.parameters())
+print((held() - before) / {size})
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", "import torch, clearhead.checkpoint" + code], capture_output=True, text=True
+    )
+    assert 0.9 < float(ran.stdout) < 1.3, ran.stdout + ran.stderr
+
+
 def test_numbers_that_start_anywhere(tmp_path: Path) -> None:
     """The format asks for no alignment: a header of any length is read."""
     model = tiny("gpt2")
