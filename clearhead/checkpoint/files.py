@@ -58,9 +58,6 @@ class Weights(ABC):
         tensor of torch's own would: products of the same numbers at another alignment can differ in their last bits."""
         return None
 
-    def let_go(self, name: str) -> None:
-        """It was copied: where it was read from a mapped file, its pages are not this process's memory any more."""
-
 
 @dataclass(frozen=True)
 class Place:
@@ -106,6 +103,7 @@ class Stored(Weights):
         return self._tensor(first, shape, dtype)
 
     def let_go(self, name: str) -> None:
+        """It was copied: the file's pages that held it are not this process's memory any more."""
         place, page = self.places[name], mmap.PAGESIZE
         held, start = self.maps[place.file], -(-place.start // page) * page
         length = (place.start + place.nbytes) // page * page - start

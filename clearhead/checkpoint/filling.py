@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from clearhead.checkpoint.files import Weights
+from clearhead.checkpoint.files import Stored, Weights
 from clearhead.checkpoint.names import FRONT, Pairing
 from clearhead.errors import CheckpointError
 from clearhead.layers.linear import FusedLinear
@@ -41,7 +41,8 @@ def fill(model: Model, pairings: Sequence[Pairing], weights: Weights, device: to
             weights.read_into(pairing.key, targets[names[0]])
         else:
             _copy(match.into(weights.read(pairing.key)), [targets[name] for name in names])
-        weights.let_go(pairing.key)
+        if isinstance(weights, Stored):
+            weights.let_go(pairing.key)
 
     left = [pairing for pairing in pairings if not kept.issuperset(pairing.ours) or pairing.first is not None]
     with ThreadPoolExecutor(_n_threads() if on_cpu else 1) as pool:
