@@ -50,6 +50,8 @@ def main() -> None:
     parser.add_argument("--multi30k", default="", help="folder with train.en.gz and train.de.gz, for their lengths")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("gpu.py needs a CUDA GPU, and torch sees none here; run.py measures the CPU")
     before = json.loads(options.out.read_text())["works"] if options.out and options.out.exists() else {}
     told: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
@@ -186,10 +188,10 @@ def ours(
 ) -> tuple[Step, int]:
     """A step as `clearhead train` with train.compile=true takes it: its passes, its update, its loss; batches of one shape
     are replayed."""
-    from clearhead.training.loop import make_products, narrow, set_up
+    from clearhead.layers.fp8 import Products
+    from clearhead.training.loop import narrow, set_up
     from clearhead.training.optimizers import Optimizers
     from clearhead.training.passes import Passes, Update
-    from clearhead.training.processes import Processes
     from clearhead.training.recipe import Train
 
     train = Train(lr=6e-4, compile=True, stream=stream, precision=precision)  # type: ignore[arg-type]
@@ -204,7 +206,7 @@ def ours(
 
     passes = Passes(torch.compile(objective), autocast, record=record)
     optimizers = Optimizers(model, train, lr=train.lr, record=record)
-    products = make_products(model, train, Processes(torch.device("cuda")))
+    products = Products(model) if precision == "fp8" else None
     if products is not None:
         wide = Passes(objective, autocast, record=False)
         products.calibrate(lambda: wide(batches[0], 1 / counts[0]))

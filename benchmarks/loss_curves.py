@@ -45,6 +45,8 @@ def main() -> None:
     parser.add_argument("--draw", type=Path, help="a picture of what --out holds")
     options = parser.parse_args()
     if options.draw:
+        if options.out is None or not options.out.is_file():
+            raise SystemExit(f"--draw takes its figures from a file that --out names; got {options.out}")
         draw(options.draw, json.loads(options.out.read_text(encoding="utf-8")))
         return
     if not options.text or not all(Path(file).is_file() for file in options.text):

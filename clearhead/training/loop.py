@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from clearhead.checkpoint import save
 from clearhead.errors import ConfigError
+from clearhead.layers import fp8
 from clearhead.layers.fp8 import Products
 from clearhead.layers.native import cache_folder
 from clearhead.models.stack import Stack
@@ -70,6 +71,7 @@ def train(
         if resume:
             check_resumable(read_run(out), recipe)
         check_model(recipe)
+        check_products(t, processes)
         if processes.is_first:
             open_folder(out, recipe, resume=resume, device=processes.device)
         processes.wait()
@@ -89,7 +91,7 @@ def train(
             task.pack(model)
         passes = Passes(torch.compile(called) if t.compile else called, autocast, record=record)
         optimizers = Optimizers(model, t, lr=highest(t, model.config.d_model), record=record)
-        products = make_products(model, t, processes)
+        products = Products(model) if t.precision == "fp8" else None
         update = Update(optimizers, t.clip, products, record=record)
 
         weights = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
@@ -220,16 +222,16 @@ def narrow(model: nn.Module, t: Train, autocast: AbstractContextManager[Any]) ->
             stack.stream = torch.bfloat16
 
 
-def make_products(model: nn.Module, t: Train, processes: Processes) -> Products | None:
-    """The blocks' products in 8 bits, where that is asked for."""
+def check_products(t: Train, processes: Processes) -> None:
+    """Whether products in 8 bits, if they are asked for, can be had; before there is work to lose."""
     if t.precision != "fp8":
-        return None
+        return
     if processes.world > 1 or t.lora_rank:
         got = f"{processes.world} processes" if processes.world > 1 else f"train.lora_rank={t.lora_rank}"
         raise ConfigError(
             f"train.precision=fp8 is for one process in which all weights learn; got {got}; set train.precision=bfloat16"
         )
-    return Products(model)
+    fp8.check_device(processes.device)
 
 
 def is_alone(processes: Processes, t: Train) -> bool:

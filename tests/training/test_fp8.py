@@ -12,7 +12,7 @@ import clearhead as ch
 from clearhead.errors import ConfigError
 from clearhead.layers import fp8
 from clearhead.training import Recipe, train
-from clearhead.training.loop import make_products
+from clearhead.training.loop import check_products
 from clearhead.training.processes import Processes
 from training.running import Watching, make_recipe, metrics, stop_and_resume, weights
 
@@ -61,13 +61,14 @@ def test_other_shapes_run(task: str, tmp_path: Path) -> None:
 def test_a_cpu_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"fp8 products need a CUDA GPU; got device 'cpu'; set train\.precision=auto"):
         train(recipe(tmp_path, device="cpu"), tmp_path / "x")
+    assert not (tmp_path / "x").exists()  # refused before anything was made
 
 
 @pytest.mark.parametrize(("world", "rank", "got"), [(2, 0, "2 processes"), (1, 4, r"train\.lora_rank=4")])
 def test_what_has_no_fp8(world: int, rank: int, got: str, tmp_path: Path) -> None:
-    asked, model = recipe(tmp_path, lora_rank=rank), torch.nn.Linear(16, 16)
+    asked = recipe(tmp_path, lora_rank=rank)
     with pytest.raises(ConfigError, match=rf"one process in which all weights learn; got {got}; set train\.precision"):
-        make_products(model, asked.train, Processes(torch.device("cpu"), world=world))
+        check_products(asked.train, Processes(torch.device("cpu"), world=world))
 
 
 def test_a_name_that_is_not_known(tmp_path: Path) -> None:
