@@ -25,8 +25,8 @@ from timing import how_timed, interleave
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.layers import native
-from clearhead.layers.quantized import Int4, Int8, quantize
+from clearhead.kernels import native
+from clearhead.quantization.integer import Int4, Int8, quantize
 
 SHAPES = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]  # of GPT-2's blocks
 LAYERS = 12

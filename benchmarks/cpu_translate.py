@@ -31,8 +31,8 @@ from timing import how_timed, interleave, ratio, spread
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.layers.quantized import quantize
 from clearhead.models import EncoderDecoder
+from clearhead.quantization.integer import quantize
 
 EOS, PAD, WORDS = 0, 58_100, 58_101
 MOST = 64  # new tokens of a text

@@ -22,7 +22,7 @@ from timing import choose_threads, how_timed, in_fresh_process, interleave, prod
 
 from clearhead.checkpoint import load
 from clearhead.costs import cost
-from clearhead.generation import vectors
+from clearhead.generation import embeddings as vectors
 from clearhead.models import Encoder
 
 SIZES = {

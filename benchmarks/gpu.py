@@ -188,7 +188,7 @@ def ours(
 ) -> tuple[Step, int]:
     """A step as `clearhead train` with train.compile=true takes it: its passes, its update, its loss; batches of one shape
     are replayed."""
-    from clearhead.layers.fp8 import Products
+    from clearhead.quantization.float8 import Products
     from clearhead.training.loop import narrow, set_up
     from clearhead.training.optimizers import Optimizers
     from clearhead.training.passes import Passes, Update
@@ -504,7 +504,7 @@ SIZES = {
 def clearhead_encode(size: str) -> Callable[[dict[str, Any]], tuple[Step, int]]:
     def make(_: dict[str, Any]) -> tuple[Step, int]:
         import clearhead as ch
-        from clearhead.generation import vectors
+        from clearhead.generation import embeddings as vectors
 
         model: Any = ch.build(
             ch.preset("bert-base", pool="mean", dropout=0.0, **SIZES[size]), device="cuda", dtype=torch.bfloat16

@@ -23,7 +23,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from clearhead.families import preset
-from clearhead.layers.kernels import attend, settle
+from clearhead.layers.attend import attend, settle
 from clearhead.layers.masks import Mask, causal, documents, padding, window
 from clearhead.layers.positions import Alibi, RelativeBuckets
 from clearhead.models import build

@@ -22,7 +22,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from clearhead.layers import gpu
+from clearhead.kernels import gpu
 
 GPU = torch.device("cuda")
 BF16 = torch.bfloat16
@@ -89,7 +89,7 @@ def linears(rows: tuple[int, ...] = (1, 2, 4, 8, 16)) -> list[dict[str, Any]]:
 
 
 def packed() -> list[dict[str, Any]]:
-    """int8 and int4 weights, in the formats of clearhead/layers/quantized.py, beside cuBLAS on bfloat16 ones."""
+    """int8 and int4 weights, in the formats of clearhead/quantization/integer.py, beside cuBLAS on bfloat16 ones."""
     found: list[dict[str, Any]] = []
     for name in ("7B out", "7B gate_up", "7B down", "gpt2 up"):
         N, D = LINEARS[name]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from clearhead.layers import onednn
+from clearhead.kernels import onednn
 
 Times = dict[str, list[float]]  # seconds, one a round
 

@@ -19,7 +19,7 @@ from timing import choose_threads, how_timed, in_fresh_process, interleave, prod
 
 from clearhead.checkpoint import load
 from clearhead.costs import cost
-from clearhead.layers.onednn import Copies, laid_out
+from clearhead.kernels.onednn import Copies, laid_out
 from clearhead.models import Model
 
 BATCHES = (1, 8)

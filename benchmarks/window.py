@@ -11,7 +11,7 @@ import torch
 from report import Table
 from timing import how_timed, in_fresh_process, interleave, ratio, spread
 
-from clearhead.layers.kernels import attend
+from clearhead.layers.attend import attend
 from clearhead.layers.masks import Mask, causal, window
 
 B, H, E, T, WIDTH = 1, 8, 64, 16_384, 512

@@ -51,7 +51,7 @@ def test_perplexity_of_a_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_what_fewer_bits_lose(tmp_path: Path, kind: str) -> None:
-    quantized = pytest.importorskip("clearhead.layers.quantized")
+    quantized = pytest.importorskip("clearhead.quantization.integer")
     model, tokenizer = make(tmp_path / "m", "gpt2", d_ff=32, d_model=32, d_head=16)
     (tmp_path / "a.txt").write_text(TEXT)
     ids = torch.tensor([[*tokenizer.encode(TEXT), tokenizer.eos]])

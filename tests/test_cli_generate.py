@@ -156,7 +156,7 @@ def test_scores_and_alternatives(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_weights_of_fewer_bits(tmp_path: Path, kind: str) -> None:
-    quantized = pytest.importorskip("clearhead.layers.quantized")
+    quantized = pytest.importorskip("clearhead.quantization.integer")
     model, tokenizer = make(tmp_path, "gpt2")
     wanted = ch.generate(quantized.quantize(model, kind), [tokenizer.encode("the")], max_new_tokens=9)[0]
     text = run("generate", str(tmp_path), "the", "-n", "9", "--temperature", "0", "--quantize", kind)

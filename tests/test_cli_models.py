@@ -31,7 +31,7 @@ from clearhead.cli import app
 from clearhead.data import load_tokenizer
 from clearhead.data.audio import RATE, log_mel
 from clearhead.data.tokenizer_formats import read_tiktoken
-from clearhead.generation import sound as whispers
+from clearhead.generation import transcription as whispers
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # typer calls with values that the annotations of options do not name
 

@@ -24,9 +24,9 @@ from clearhead.config import Config, Generation
 from clearhead.errors import CheckpointError, ConfigError, InputError, did_you_mean
 from clearhead.families import PAGES, page_of
 from clearhead.families.reading import Keys
-from clearhead.layers import quantized
 from clearhead.models import Model, build
 from clearhead.models.pictures import resize_pictures
+from clearhead.quantization import integer as quantized
 
 TORCH_FILES = (b"PK\x03\x04", b"\x80\x02\x8a\n")  # how torch.save's files start: a zip, and before torch 1.6 a pickle
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

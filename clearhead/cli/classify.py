@@ -71,7 +71,7 @@ def run(
 
 def read_texts(place: Path, model: Encoder, lines: list[str], batch: int, *, cut: bool) -> Iterator[Batch]:
     from clearhead.data import load_tokenizer
-    from clearhead.generation.vectors import read
+    from clearhead.generation.embeddings import read
 
     tokenizer, max_len = load_tokenizer(place), model.config.max_len
     read(tokenizer, lines, max_len, truncate=cut)

@@ -50,7 +50,7 @@ def run(
 
     from clearhead.checkpoint import load
     from clearhead.data import load_tokenizer
-    from clearhead.generation.vectors import embed
+    from clearhead.generation.embeddings import embed
     from clearhead.models import Encoder
 
     place = find_model(model)

@@ -89,7 +89,7 @@ def run(
 
 def measure_rounded(recipe: Recipe, display: Display, kind: str) -> dict[str, float]:
     """The same with weights of fewer bits."""
-    from clearhead.layers.quantized import quantize
+    from clearhead.quantization.integer import quantize
     from clearhead.training.evaluation import measure
 
     row = measure(recipe, display, lambda model: quantize(model, kind))

@@ -117,7 +117,7 @@ class Writer:
     def write(self, ids: list[int], shown: str = "", *, going_on: bool = False) -> str:
         """Go on from these ids; returns what was written. `going_on`: others will follow that begin like this one."""
         from clearhead.generation import Engine
-        from clearhead.generation.driving import make_engine
+        from clearhead.generation.engines import make_engine
         from clearhead.generation.texts import StoppingStream, follow, make_request, stream_of
 
         request = make_request(self.model, self.tokenizer, ids, grammar=self.grammar, **self.options)

@@ -53,7 +53,7 @@ def load_model(place: Path, device: str, quantize: str | None = None) -> Decoder
 
     if quantize is None:
         return load(place, device=device)
-    from clearhead.layers.quantized import quantize as hold_in_fewer_bits
+    from clearhead.quantization.integer import quantize as hold_in_fewer_bits
 
     # Where it is read to: a device may have no room for what it holds before.
     return hold_in_fewer_bits(load(place), quantize).to(device)

@@ -37,10 +37,10 @@ def run(
 
     from clearhead.checkpoint import load
     from clearhead.data.audio import HOP, load_audio
+    from clearhead.engine.engine import BLOCK
     from clearhead.generation import Engine
-    from clearhead.generation.engine import BLOCK
-    from clearhead.generation.sound import Scribe, find_tokenizer
     from clearhead.generation.texts import in_order
+    from clearhead.generation.transcription import Scribe, find_tokenizer
 
     sound = load_audio(BytesIO(sys.stdin.buffer.read()) if audio == "-" else audio)
     place = find_model(model)

@@ -57,7 +57,7 @@ def run(
     lines = read_lines(file)
     from clearhead.data import load_tokenizer
     from clearhead.generation import Request
-    from clearhead.generation.driving import make_engine
+    from clearhead.generation.engines import make_engine
     from clearhead.generation.texts import in_order
     from clearhead.models import EncoderDecoder
 

@@ -26,8 +26,8 @@ from clearhead.costs.forecast import cost
 from clearhead.costs.operations import Lengths, check_lengths, count_forward, count_training
 from clearhead.errors import InputError
 from clearhead.layers.linear import Packed
-from clearhead.layers.quantized import quantize as hold_in_fewer_bits
 from clearhead.models import Encoder, Model, build
+from clearhead.quantization.integer import quantize as hold_in_fewer_bits
 
 KINDS = {  # what an operator's name holds; the first that fits
     "attention": ("attention", "bmm"),  # only attention multiplies batches of matrices

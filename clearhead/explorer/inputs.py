@@ -23,10 +23,10 @@ from clearhead.data import Tokenizer, load_tokenizer
 from clearhead.data.audio import HOP, RATE, load_audio, log_mel
 from clearhead.data.embedded import digits
 from clearhead.data.pictures import Preparation, read_picture, read_preparation
+from clearhead.engine.request import Request, start_of
 from clearhead.errors import InputError, MissingExtraError
-from clearhead.generation.requests import Request, start_of
-from clearhead.generation.sound import Scribe, find_tokenizer
 from clearhead.generation.texts import piece_name
+from clearhead.generation.transcription import Scribe, find_tokenizer
 from clearhead.models import Encoder, EncoderDecoder, Model
 from clearhead.training.report import read_metrics
 

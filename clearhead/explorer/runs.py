@@ -11,11 +11,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from clearhead.engine.request import Request
 from clearhead.errors import InputError, did_you_mean
 from clearhead.explorer.asking import Params
 from clearhead.explorer.inputs import Inputs, Source, Strip, check_length, stack_of
 from clearhead.generation.decoding import write
-from clearhead.generation.requests import Request
 from clearhead.inside.heads import copied_tokens, still
 from clearhead.inside.interventions import Intervention, intervene, mean, patch, zero
 from clearhead.inside.probe import Seen, probe

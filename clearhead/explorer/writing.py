@@ -9,17 +9,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from clearhead.engine.request import Request
 from clearhead.errors import InputError
 from clearhead.explorer.asking import Params
 from clearhead.explorer.inputs import LONGEST, check_length
 from clearhead.explorer.runs import Runs
 from clearhead.generation.decoding import write
-from clearhead.generation.requests import Request
-from clearhead.generation.strategies import Shaper, Strategy, keep_min_p, keep_top_k, keep_top_p, sample
 from clearhead.generation.traces import make_trace
 from clearhead.inside.heads import still
 from clearhead.inside.pages import pack
 from clearhead.models import Decoder, EncoderDecoder
+from clearhead.sampling.strategy import Shaper, Strategy, keep_min_p, keep_top_k, keep_top_p, sample
 
 SHOWN = 40
 OPTIONS = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}

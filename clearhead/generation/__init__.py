@@ -22,12 +22,12 @@ traces.py       why each text of a beam search lived or died, as a document and 
 May import: errors, config, layers, models, families, checkpoint, costs, inside, data.
 """
 
-from clearhead.generation.constraints import Grammar
+from clearhead.engine.engine import Engine
+from clearhead.engine.request import Hypothesis, Request, Ticket, Token
 from clearhead.generation.decoding import generate, stream, translate
-from clearhead.generation.engine import Engine
-from clearhead.generation.requests import Hypothesis, Request, Ticket, Token
-from clearhead.generation.strategies import Strategy
 from clearhead.generation.texts import stream_text, write_texts
+from clearhead.sampling.grammar import Grammar
+from clearhead.sampling.strategy import Strategy
 
 __all__ = [
     "Engine",

@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, overload
 
+from clearhead.engine.batches import Ids, check_least, check_rows, check_shape
+from clearhead.engine.engine import Engine
+from clearhead.engine.request import Hypothesis, Request, Ticket, n_source, start_of
 from clearhead.errors import InputError
-from clearhead.generation.batches import Ids, check_least, check_rows, check_shape
-from clearhead.generation.constraints import Grammar
-from clearhead.generation.driving import check_done, forget_engine, make_engine, stepping
-from clearhead.generation.engine import Engine
-from clearhead.generation.requests import Hypothesis, Request, Ticket, n_source, start_of
-from clearhead.generation.strategies import Strategy
+from clearhead.generation.engines import check_done, forget_engine, make_engine, stepping
 from clearhead.models import Decoder, EncoderDecoder
+from clearhead.sampling.grammar import Grammar
+from clearhead.sampling.strategy import Strategy
 
 
 @overload

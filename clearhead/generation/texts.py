@@ -8,14 +8,14 @@ from itertools import islice
 from typing import Any, Literal
 
 from clearhead.data.tokenizers import BYTE_PIECE, Tokenizer
+from clearhead.engine.batches import check_least, check_shape
+from clearhead.engine.engine import Engine
+from clearhead.engine.request import Request, Ticket, Token, n_source
 from clearhead.errors import InputError, did_you_mean
-from clearhead.generation.batches import check_least, check_shape
-from clearhead.generation.constraints import Grammar, Schema
-from clearhead.generation.driving import BATCH_TOKENS, check_done, make_engine, stepping
-from clearhead.generation.engine import Engine
-from clearhead.generation.requests import Request, Ticket, Token, n_source
-from clearhead.generation.strategies import Strategy
+from clearhead.generation.engines import BATCH_TOKENS, check_done, make_engine, stepping
 from clearhead.models import Decoder, EncoderDecoder
+from clearhead.sampling.grammar import Grammar, Schema
+from clearhead.sampling.strategy import Strategy
 
 AT_ONCE = 256  # requests
 

@@ -39,14 +39,14 @@ from rich.text import Text
 from torch import Tensor
 
 from clearhead.data.tokenizers import Tokenizer
+from clearhead.engine.batches import evaluating
+from clearhead.engine.request import Ticket, start_of
 from clearhead.errors import InputError
-from clearhead.generation.batches import evaluating
-from clearhead.generation.beams import Candidate
-from clearhead.generation.requests import Ticket, start_of
 from clearhead.generation.texts import piece_name
 from clearhead.inside.pictures import heat_map
 from clearhead.inside.probe import probe
 from clearhead.models import Decoder, EncoderDecoder
+from clearhead.sampling.beam_search import Candidate
 
 FORMAT, VERSION = "clearhead-beam-trace", 1
 AT_ONCE = 64  # texts read again together

@@ -48,9 +48,9 @@ from clearhead.inside.probe import (
     sites,
     uncompiled,
 )
+from clearhead.layers.attend import softmax_of
 from clearhead.layers.attention import Attend
 from clearhead.layers.cache import LayerCache
-from clearhead.layers.kernels import softmax_of
 from clearhead.layers.masks import ABSENT, Mask
 
 Batch = int | Sequence[int] | Bool[Tensor, " B"] | None  # None: all

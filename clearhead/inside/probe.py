@@ -24,12 +24,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from clearhead.engine.kv_cache import unpage
 from clearhead.errors import InputError, did_you_mean
+from clearhead.layers.attend import attention_scores, softmax_of
 from clearhead.layers.attention import Attend
 from clearhead.layers.block import Block
-from clearhead.layers.kernels import attention_scores, softmax_of
 from clearhead.layers.masks import Mask
-from clearhead.layers.pages import unpage
 from clearhead.layers.positions import Bias
 
 # By the legend of layers/: what each part of an attention, and each other place of a block, holds.

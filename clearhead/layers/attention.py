@@ -5,11 +5,11 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from clearhead.layers.kernels import attend
+from clearhead.engine.kv_cache import AnyLayerCache
+from clearhead.layers.attend import attend
 from clearhead.layers.linear import FusedLinear, Linear, save_apart
 from clearhead.layers.masks import Mask
 from clearhead.layers.norm import RMSNorm
-from clearhead.layers.pages import AnyLayerCache
 from clearhead.layers.positions import Angles, Bias, rotate
 
 

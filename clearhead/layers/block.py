@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from clearhead.engine.kv_cache import AnyLayerCache
 from clearhead.layers.attention import MultiHeadAttention
 from clearhead.layers.feedforward import FeedForward
 from clearhead.layers.masks import Mask
-from clearhead.layers.pages import AnyLayerCache
 from clearhead.layers.positions import Angles, Bias
 
 

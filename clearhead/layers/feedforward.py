@@ -45,7 +45,7 @@ class FeedForward(nn.Module):
             gate, up = self.gate_up(x)
             return self.down(act(gate) * up)
         if self.down.product8 is not None and torch.is_grad_enabled():
-            from clearhead.layers import fp8
+            from clearhead.quantization import float8 as fp8
 
             return fp8.feedforward(x, self.up, self.down, self.activation)
         hidden = activated(self.up, x, self.activation)

@@ -21,10 +21,10 @@ from torch._C import _len_torch_dispatch_stack as dispatch_modes  # pyright: ign
 from torch._C._functorch import peek_interpreter_stack
 from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 
-from clearhead.layers import native, onednn
+from clearhead.kernels import native, onednn
 
 if TYPE_CHECKING:
-    from clearhead.layers.fp8 import Product
+    from clearhead.quantization.float8 import Product
 
 CPU_ROWS, CUDA_ROWS = 32, 64  # up to how many our kernels win
 
@@ -58,7 +58,7 @@ def linear(
     n_rows = x.numel() // x.shape[-1]
     if x.is_cuda:
         if 0 < n_rows <= CUDA_ROWS and recording.is_on and has_triton():
-            from clearhead.layers import gpu
+            from clearhead.kernels import gpu
 
             if gpu.linear_plan(n_rows, weight.shape[0], weight.shape[1], weight.dtype) is not None:
                 return gpu.linear(flat(x), weight, bias).view(*x.shape[:-1], -1)
@@ -134,7 +134,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Float[Tensor, "*_ d_in"]) -> Float[Tensor, "*_ d_out"]:
         if self.product8 is not None and torch.is_grad_enabled():
-            from clearhead.layers import fp8
+            from clearhead.quantization import float8 as fp8
 
             return fp8.linear(input, self.weight, self.bias, self.product8, [self.out_features])[0]
         return linear(input, self.weight, self.bias)
@@ -161,7 +161,7 @@ class FusedLinear(nn.Module):
 
     def forward(self, x: Float[Tensor, "*_ d_in"]) -> tuple[Float[Tensor, "*_ _"], ...]:
         if self.product8 is not None and torch.is_grad_enabled():
-            from clearhead.layers import fp8
+            from clearhead.quantization import float8 as fp8
 
             return fp8.linear(x, self.weight, self.whole_bias(), self.product8, list(self.parts.values()))
         return linear(x, self.weight, self.whole_bias()).split(list(self.parts.values()), -1)

@@ -10,11 +10,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from clearhead.config import Config, Generation
+from clearhead.engine.kv_cache import AnyCache
 from clearhead.errors import InputError
 from clearhead.layers.cache import Cache
 from clearhead.layers.embedding import FrameEmbedding, TokenEmbedding
 from clearhead.layers.masks import ABSENT, Mask, padding
-from clearhead.layers.pages import AnyCache
 from clearhead.models.decoder import make_cache
 from clearhead.models.head import make_head
 from clearhead.models.stack import Padding, Stack

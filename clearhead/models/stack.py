@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from clearhead.config import Config, Generation
+from clearhead.engine import gpu_step as one_token
+from clearhead.engine.kv_cache import AnyCache, PagedCache
 from clearhead.errors import InputError
+from clearhead.layers.attend import check_mask, settle
 from clearhead.layers.attention import MultiHeadAttention
 from clearhead.layers.block import Block
 from clearhead.layers.embedding import check_ids
 from clearhead.layers.feedforward import FeedForward
-from clearhead.layers.kernels import check_mask, settle
 from clearhead.layers.masks import Mask, check_real, padding
 from clearhead.layers.norm import make_norm
-from clearhead.layers.pages import AnyCache, PagedCache
 from clearhead.layers.positions import Alibi, Learned, Positions, RelativeBuckets, Rotary, Sinusoidal, check_length
-from clearhead.models import one_token
 
 Padding = Bool[Tensor, "B T"] | Mask | None  # what a model's `mask=` takes; True = a real token
 

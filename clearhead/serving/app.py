@@ -24,7 +24,7 @@ from clearhead.data.audio import load_audio
 from clearhead.errors import ClearheadError, InputError
 from clearhead.generation import Request as Asked
 from clearhead.generation import Ticket
-from clearhead.generation.sound import Scribe
+from clearhead.generation.transcription import Scribe
 from clearhead.models import EncoderDecoder
 from clearhead.serving import answers, guards
 from clearhead.serving.answers import Piece, Wish

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from clearhead.engine.request import start_of
 from clearhead.errors import InputError
 from clearhead.generation import Request as Asked
-from clearhead.generation.requests import start_of
+from clearhead.generation.embeddings import embed_ids
 from clearhead.generation.texts import make_grammar, make_request
-from clearhead.generation.vectors import embed_ids
 from clearhead.inside import probe
 from clearhead.models import Decoder, Encoder, EncoderDecoder
 from clearhead.serving import answers

@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from clearhead.engine.request import n_source, start_of
 from clearhead.errors import InputError
 from clearhead.generation import Request, Token
-from clearhead.generation.driving import make_engine
-from clearhead.generation.requests import n_source, start_of
+from clearhead.generation.engines import make_engine
 from clearhead.generation.texts import piece_name, stream_of
 from clearhead.inside import Intervention, Seen, intervene, mean, probe, sites, zero
 from clearhead.inside.probe import Heads, blocks_of, find_sites, heads_of

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from clearhead.checkpoint import save
 from clearhead.errors import ConfigError
-from clearhead.layers import fp8
-from clearhead.layers.fp8 import Products
-from clearhead.layers.native import cache_folder
+from clearhead.kernels.native import cache_folder
 from clearhead.models.stack import Stack
+from clearhead.quantization import float8 as fp8
+from clearhead.quantization.float8 import Products
 from clearhead.training.checkpoints import Checkpoints, State
 from clearhead.training.evaluation import evaluate, is_better
 from clearhead.training.folder import check_resumable, check_space, open_folder, read_run, settle, write_text

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from clearhead.layers import fp8
+from clearhead.quantization import float8 as fp8
 
 IGNORED = -100  # a target that is not to be predicted
 SCALE = 2.0**15  # brings the gradient of a softmax, at most 1, near the largest number of e5m2
@@ -173,7 +173,7 @@ def on_chunk(
 )
 def row_losses(logits: Tensor, targets: Tensor, smoothing: float, V: int, wanted: bool) -> tuple[Tensor, Tensor]:
     """See gpu_losses.losses. A compiler takes it as it is."""
-    from clearhead.training import gpu_losses
+    from clearhead.kernels.gpu import cross_entropy as gpu_losses
 
     return gpu_losses.losses(logits, targets, smoothing, V, IGNORED, wanted=wanted)
 
@@ -191,7 +191,7 @@ def _(logits: Tensor, targets: Tensor, smoothing: float, V: int, wanted: bool) -
 )
 def row_gradients(logits: Tensor, targets: Tensor, log_sum: Tensor, smoothing: float, V: int) -> tuple[Tensor, Tensor]:
     """See gpu_losses.gradient8."""
-    from clearhead.training import gpu_losses
+    from clearhead.kernels.gpu import cross_entropy as gpu_losses
 
     return gpu_losses.gradient8(logits, targets, log_sum, smoothing, V, IGNORED, SCALE)
 

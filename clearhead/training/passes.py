@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clearhead.layers.fp8 import Products
+from clearhead.quantization.float8 import Products
 from clearhead.training.optimizers import Optimizers
 from clearhead.training.processes import whole
 from clearhead.training.tasks.task import Batch

@@ -10,7 +10,7 @@ import torch
 
 import clearhead as ch
 from clearhead.errors import CheckpointError, InputError
-from clearhead.layers.quantized import quantize
+from clearhead.quantization.integer import quantize
 
 
 def test_loading_in_fewer_bits(tmp_path: Path) -> None:

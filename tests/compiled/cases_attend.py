@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
-from clearhead.layers import flex, kernels
-from clearhead.layers.kernels import attend, settle
+from clearhead.layers import attend as kernels
+from clearhead.layers import flex
+from clearhead.layers.attend import attend, settle
 from clearhead.layers.masks import Mask, causal, documents, padding, window
 from clearhead.layers.positions import Alibi, Bias, RelativeBuckets
 

@@ -1,4 +1,4 @@
-"""Products in 8 bits, compiled: one graph, which computes and remembers what plain calls do. Run by tests/layers/test_fp8.py."""
+"""fp8 kernels run by triton's interpreter compute what plain calls do. Run by tests/quantization/test_float8.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from interpreted import DEVICE, need_triton
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.layers import fp8
+from clearhead.quantization import float8 as fp8
 from clearhead.training.tasks.task import token_losses
 
 need_triton()

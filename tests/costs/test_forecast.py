@@ -15,10 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 import clearhead as ch
 from clearhead.costs import activations, cost, forecast
 from clearhead.costs.parameters import count_matrices, count_parameters
-from clearhead.layers import kernels
+from clearhead.layers import attend as kernels
 from clearhead.layers.linear import Packed
-from clearhead.layers.quantized import quantize
 from clearhead.models import Decoder, EncoderDecoder, build
+from clearhead.quantization.integer import quantize
 from clearhead.training import losses
 
 TINY: dict[str, Any] = dict(

@@ -15,8 +15,8 @@ from clearhead.costs.activations import Setting, count_saved
 from clearhead.costs.measurement import make_inputs
 from clearhead.costs.operations import Lengths, check_lengths
 from clearhead.layers.linear import Packed
-from clearhead.layers.quantized import quantize
 from clearhead.models import Decoder, EncoderDecoder, build
+from clearhead.quantization.integer import quantize
 from tests.costs.running import saved_bytes
 from tests.models.tiny import EVERY, tiny_config
 

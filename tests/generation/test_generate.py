@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from clearhead.config import Generation
+from clearhead.engine.batches import evaluating
+from clearhead.engine.runner import Runner
 from clearhead.errors import InputError
 from clearhead.generation import Engine, Hypothesis, generate
-from clearhead.generation.batches import evaluating
-from clearhead.generation.running import Runner
 from tests.generation.models import DECODERS, ENDS, cut, pair, texts
 from tests.models.tiny import tiny
 

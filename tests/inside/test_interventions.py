@@ -13,8 +13,8 @@ from models.tiny import EVERY, assert_same, inputs, run, tiny
 from torch import Tensor, nn
 
 import clearhead as ch
-from clearhead.generation.engine import Engine
-from clearhead.generation.requests import Request
+from clearhead.engine.engine import Engine
+from clearhead.engine.request import Request
 from clearhead.inside import Intervention, add, intervene, mean, patch, probe, scale, sites, zero
 from clearhead.layers.block import Block
 from clearhead.models import Model

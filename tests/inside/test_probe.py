@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import clearhead as ch
-from clearhead.generation.engine import Engine
-from clearhead.generation.requests import Request
+from clearhead.engine.engine import Engine
+from clearhead.engine.request import Request
 from clearhead.inside.probe import Seen, sites
 from clearhead.layers.masks import causal
 from clearhead.models import Model

@@ -10,8 +10,8 @@ from models.tiny import EVERY, assert_same, inputs, run, tiny
 
 import clearhead as ch
 from clearhead.costs.parameters import count_parameters
-from clearhead.generation.engine import Engine
-from clearhead.generation.requests import Request
+from clearhead.engine.engine import Engine
+from clearhead.engine.request import Request
 from clearhead.inside import intervene, probe, zero
 from clearhead.inside.pruning import parameters_of_head, prune, savings
 from clearhead.models import Model
@@ -104,7 +104,7 @@ def test_through_the_engine(name: str) -> None:
 @torch.no_grad()
 def test_long_texts_keep_each_heads_own_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the bias is made in strips."""
-    from clearhead.layers import kernels
+    from clearhead.layers import attend as kernels
 
     model = tiny("alibi")
     smaller, args = prune(model, {0: [1], 1: [0]}), inputs(model.config)

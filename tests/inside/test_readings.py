@@ -28,8 +28,8 @@ from clearhead.inside import (
     repeated_tokens,
     saliency,
 )
-from clearhead.layers.quantized import quantize
 from clearhead.models import Decoder, Model
+from clearhead.quantization.integer import quantize
 
 SCORED = [name for name in EVERY if tiny(name).config.head != "none"]
 SUMS = [name for name in SCORED if tiny(name).config.norm_first and not tiny(name).config.head_transform]

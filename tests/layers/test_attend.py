@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from clearhead.errors import InputError
-from clearhead.layers.kernels import attend, attention_scores, attention_weights, choose_kernel, settle
+from clearhead.layers.attend import attend, attention_scores, attention_weights, choose_kernel, settle
 from clearhead.layers.masks import Mask, causal, documents, padding, window
 from clearhead.layers.positions import Alibi, RelativeBuckets
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from clearhead.layers.attend import attend
 from clearhead.layers.attention import MultiHeadAttention
 from clearhead.layers.block import Block
 from clearhead.layers.cache import LayerCache
 from clearhead.layers.feedforward import FeedForward
-from clearhead.layers.kernels import attend
 from clearhead.layers.masks import Mask, causal, padding
 from clearhead.layers.norm import make_norm
 from clearhead.layers.positions import Alibi, RelativeBuckets, Rotary, rotate

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from clearhead.errors import InputError
+from clearhead.layers.attend import attend
 from clearhead.layers.cache import Cache
-from clearhead.layers.kernels import attend
 from clearhead.layers.masks import ABSENT, Mask, causal, padding, window
 
 B, LAYERS, K, H, E, LENGTH = 3, 2, 2, 4, 5, 13

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from clearhead.layers import kernels
-from clearhead.layers.kernels import attend
+from clearhead.layers import attend as kernels
+from clearhead.layers.attend import attend
 from clearhead.layers.masks import Mask, causal, documents, padding, window
 from clearhead.layers.positions import Alibi, Bias, RelativeBuckets
 

@@ -14,7 +14,7 @@ import torch
 
 import clearhead as ch
 from clearhead.generation import write_texts
-from clearhead.generation.vectors import ELSEWHERE
+from clearhead.generation.embeddings import ELSEWHERE
 from tests.serving.running import served
 
 IMPOSSIBLE = {"type": "integer", "minimum": 5, "maximum": 3}

@@ -10,7 +10,7 @@ from interpreted import DEVICE, need_triton
 
 import clearhead as ch
 from clearhead.errors import ConfigError
-from clearhead.layers import fp8
+from clearhead.quantization import float8 as fp8
 from clearhead.training import Recipe, train
 from clearhead.training.loop import check_products
 from clearhead.training.processes import Processes

@@ -1,0 +1,228 @@
+"""What is asked of a model, and what came of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from clearhead.engine.batches import check_least, check_rows
+from clearhead.errors import InputError
+from clearhead.models import Decoder, EncoderDecoder
+from clearhead.sampling.grammar import Grammar
+from clearhead.sampling.strategy import Strategy
+
+Source = Sequence[int] | Tensor
+Reason = Literal["end", "stop", "length", "cancelled", "failed"]
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One text and what the model thinks of it.
+
+    `tokens` are the new ids, without the one that ended them. `score` is the sum of their log-probabilities, the end's
+    included; of a search or an encoder-decoder it is divided by length**length_penalty. `finished`: the text was ended, not
+    cut by its limit.
+    """
+
+    tokens: list[int]
+    score: float
+    finished: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One text to write.
+
+    A decoder goes on from `prompt`; an encoder-decoder reads `source` (ids, or mel frames), and `prompt` is how its text starts
+    (without one: with its start token). `eos`: None is the checkpoint's own, () none. `stop` are id sequences that end a text.
+    With `beams`, the likeliest text is searched for and `n_best` of them are told. `grammar` is what the text must match.
+    `scored` keeps log-probabilities; `alternatives`, of so many likeliest tokens at each step too. `trace` keeps each step of a
+    search. `name` is the caller's; no two that run have the same.
+    """
+
+    prompt: Sequence[int] = ()
+    source: Source | None = None
+    max_new_tokens: int = 64
+    strategy: Strategy = field(default_factory=Strategy)
+    seed: int = 0
+    eos: int | Sequence[int] | None = None
+    stop: Sequence[Sequence[int]] = ()
+    beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    n_best: int = 1
+    grammar: Grammar | None = None
+    scored: bool = False
+    alternatives: int = 0
+    trace: bool = False
+    name: str | None = None
+
+
+class Token(NamedTuple):
+    """A chosen token, its log-probability if asked for, and those that were as likely: (id, log-probability), best first."""
+
+    id: int
+    score: float = math.nan
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+class Ticket:
+    """What has come of a request so far. `reason` says why it is over; None: it is not. One that failed has no hypothesis."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.written: list[int] = []
+        self.scores: list[float] = []  # their log-probabilities, if asked for
+        self.alternatives: list[tuple[tuple[int, float], ...]] = []
+        self.n_shown = 0  # the first of these are the text: neither what ended it nor what may turn out to
+        self.n_told = 0  # of those, the first were told by `Engine.step`
+        self.hypotheses: list[Hypothesis] = []  # once it is over
+        self.trace: list[Any] = []
+        self.reason: Reason | None = None
+        self.error: InputError | None = None  # why it failed
+        self.n_prompt = 0
+        self.n_cached = 0  # of the prompt's tokens, those found in memory
+
+    @property
+    def is_done(self) -> bool:
+        return self.reason is not None
+
+    @property
+    def ids(self) -> list[int]:
+        return self.written[: self.n_shown]
+
+    @property
+    def tokens(self) -> list[Token]:
+        return [self.token(at) for at in range(self.n_shown)]
+
+    def token(self, at: int) -> Token:
+        score = self.scores[at] if self.scores else math.nan
+        return Token(self.written[at], score, self.alternatives[at] if self.alternatives else ())
+
+
+def check_request(request: Request, model: Decoder | EncoderDecoder, what: str = "prompt") -> list[int]:
+    """The ids that a request's text starts from; anything that can not work is refused here, before it joins others."""
+    config = model.config
+    check_least(request.max_new_tokens, 1, "max_new_tokens")
+    check_least(request.beams, 1, "beams")
+    check_least(request.n_best, 1, "n_best")
+    if type(request.seed) is not int or not -(2**63) <= request.seed < 2**63:
+        raise InputError(f"seed is a number of up to 63 bits; got {request.seed!r}; leave some digits out")
+    _check_ends(request, model)
+    if not 0 <= request.alternatives <= config.vocab_size:
+        raise InputError(
+            f"alternatives must be 0 to vocab_size={config.vocab_size}; got {request.alternatives}; 5 is usual"
+        )
+    if request.n_best > request.beams:
+        raise InputError(
+            f"a search finds as many texts as it has beams; got n_best={request.n_best}, beams={request.beams}; change one"
+        )
+    if not math.isfinite(request.length_penalty):
+        raise InputError(f"length_penalty must be finite; got {request.length_penalty}; 1 is the mean, 0 the sum")
+    if request.early_stopping not in (True, False, "never"):
+        raise InputError(f"early_stopping is True, False or 'never'; got {request.early_stopping!r}; False is usual")
+    if request.beams > 1 and request.strategy.temperature:
+        raise InputError(
+            f"beam search takes the likeliest and draws nothing; got temperature={request.strategy.temperature}, "
+            f"beams={request.beams}; leave one out"
+        )
+    if request.beams > 1 and (request.stop or request.alternatives):
+        raise InputError(
+            f"a search ends its texts by eos alone, and tells its alternatives by trace=True; got stop={request.stop}, "
+            f"alternatives={request.alternatives}, beams={request.beams}; leave one out"
+        )
+    prompt = check_rows([request.prompt], config.vocab_size, what)[0]
+    if isinstance(model, EncoderDecoder):
+        _check_source(request.source, model)
+        prompt = prompt or [start_of(model)]
+    elif request.source is not None:
+        raise InputError("a decoder reads no source; got one; pass it as the prompt")
+    if not prompt:
+        if model.generation.bos is None:
+            raise InputError(f"{what} is empty, and the model has no bos; got []; give at least one token")
+        prompt = [model.generation.bos]
+    room = request.max_new_tokens + (0 if isinstance(model, Decoder) else -1)  # a text's last token is not read
+    if len(prompt) + room > config.max_len:
+        raise InputError(
+            f"{what} is too long: {len(prompt)} tokens + max_new_tokens={request.max_new_tokens} > "
+            f"max_len={config.max_len}; shorten the prompt, or ask for fewer"
+        )
+    return prompt
+
+
+def _check_ends(request: Request, model: Decoder | EncoderDecoder) -> None:
+    """What may end a text: ids, or a grammar that ends it by the same ones."""
+    vocab_size, stops, eos = model.config.vocab_size, _listed(request.stop), request.eos
+    if stops is None:
+        raise InputError(f"stop is a list of lists of ids; got {request.stop!r}; write such as [[5, 7]]")
+    if any(len(stop) == 0 for stop in check_rows(stops, vocab_size, "stop")):
+        raise InputError(f"a stop is a list of at least one id; got {stops}; leave the empty one out")
+    ends = list(model.generation.eos) if eos is None else [eos] if type(eos) is int else _listed(eos)
+    if ends is None or any(type(end) is not int for end in ends):
+        raise InputError(f"eos is an id, or a list of ids; got {eos!r}; None is the model's own, () none")
+    grammar = request.grammar
+    if grammar is None:
+        return
+    if grammar.vocab_size != vocab_size:
+        raise InputError(
+            f"the grammar is for a vocabulary of {grammar.vocab_size}; got a model of vocab_size={vocab_size}; "
+            f"make it with vocab_size={vocab_size}"
+        )
+    if not set(grammar.ends) <= set(ends) or (request.beams > 1 and not grammar.ends):
+        raise InputError(
+            f"the grammar ends a text by {grammar.ends}, which must be some of the request's own, and for a search at least "
+            f"one; got eos={ends}, beams={request.beams}; make it with ends={ends}"
+        )
+
+
+def _listed(value: object) -> list[Any] | None:
+    return list(cast("Sequence[Any]", value)) if isinstance(value, Sequence) and not isinstance(value, str) else None
+
+
+def start_of(model: EncoderDecoder) -> int:
+    """The token that a text of this model starts with."""
+    told = model.generation
+    start = told.bos if told.decoder_start is None else told.decoder_start
+    if start is None:
+        raise InputError(
+            "the model does not say which token a text starts with; got neither decoder_start nor bos; "
+            "set model.generation"
+        )
+    return start
+
+
+def _check_source(source: Source | None, model: EncoderDecoder) -> None:
+    config = model.config
+    if source is None:
+        raise InputError("an encoder-decoder reads a source; got none; pass source=...")
+    if config.inputs == "frames":
+        if not isinstance(source, Tensor) or source.ndim != 2 or source.shape[0] != config.n_mels:
+            got = tuple(source.shape) if isinstance(source, Tensor) else type(source).__name__
+            raise InputError(
+                f"the source is sound of shape ({config.n_mels} mel bands, frames); got {got}; use log_mel"
+            )
+        if not 0 < n_source(source) <= config.max_source_len or not source.is_floating_point():
+            raise InputError(
+                f"the source must have 1 to {2 * config.max_source_len} frames of floating-point numbers; "
+                f"got {source.shape[1]} of {source.dtype}; cut it into pieces"
+            )
+        return
+    ids = check_rows([source], config.source_vocab_size or config.vocab_size, "source")[0]
+    if not 0 < len(ids) <= config.max_source_len:
+        raise InputError(
+            f"the source must have 1 to max_source_len={config.max_source_len} tokens; got {len(ids)}; "
+            f"{'shorten or split it' if ids else 'give at least one, such as the eos id'}"
+        )
+
+
+def n_source(source: Source | None) -> int:
+    """How many places a source takes in memory."""
+    if source is None:
+        return 0
+    # The second convolution halves the frames of sound.
+    return (source.shape[-1] + 1) // 2 if isinstance(source, torch.Tensor) else len(source)

@@ -1,0 +1,141 @@
+"""One vector a text, for search and comparison.
+
+Where attention goes from text to text (on a CPU, and on a CUDA GPU in 16 bits), texts lie one after the other in one row and
+nothing is spent on padding. Elsewhere texts of like length are computed together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import chain
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor
+
+from clearhead.data import Tokenizer
+from clearhead.errors import InputError
+from clearhead.kernels.onednn import laid_out
+from clearhead.layers.attend import goes_by_spans
+from clearhead.layers.masks import packed
+from clearhead.models import Encoder
+from clearhead.models.head import Pool
+
+Pooling = Literal["model", "mean", "first"]
+Follow = Callable[[list[list[int]], str, int], Iterable[list[int]]]  # shows how far a list is worked through
+
+ON_GPU, ELSEWHERE = 2**16, 2**12  # tokens computed at once; a CPU's caches hold no more than the latter
+
+WORTH_A_LAYOUT = 2**12  # tokens, from which on copying weights for the CPU's products takes less time than it saves
+
+
+def embed(
+    model: Encoder,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    *,
+    max_len: int | None = None,
+    pool: Pooling = "model",
+    truncate: bool = False,
+    tokens: int = 0,
+    follow: Follow = lambda parts, what, n: parts,
+) -> Float[np.ndarray, "n D"]:
+    """A row for each text. `pool`: as the model says, or the mean or the first of the states, brought to length 1.
+
+    At most `tokens` are computed at once. A text of more than `max_len` tokens is an error, or with `truncate` is cut.
+    """
+    max_len = min(max_len or model.config.max_len, model.config.max_len)
+    ids = read(tokenizer, texts, max_len, truncate=truncate)
+    return embed_ids(model, ids, pool=pool, tokens=tokens, follow=follow)
+
+
+@torch.no_grad()
+def embed_ids(
+    model: Encoder,
+    ids: Sequence[list[int]],
+    *,
+    pool: Pooling = "model",
+    tokens: int = 0,
+    follow: Follow = lambda parts, what, n: parts,
+) -> Float[np.ndarray, "n D"]:
+    """`embed`, of texts that are ids already, each of one at least and no more than the model takes."""
+    is_packed = packs(model)
+    on_gpu = is_packed and next(model.parameters()).is_cuda
+    # Sorted, so that texts of one length are neighbours; a GPU's kernel asks for no order.
+    order = list(range(len(ids))) if on_gpu else sorted(range(len(ids)), key=lambda i: -len(ids[i]))
+    parts = list(share(order, [len(row) for row in ids], tokens or (ON_GPU if on_gpu else ELSEWHERE)))
+    run = run_packed if is_packed else run_padded
+    pooling = model.pool if pool == "model" else Pool(d_model=model.config.d_model, kind=pool, normed=True)
+    vectors = np.zeros((len(ids), model.config.d_model), np.float32)
+    found: list[tuple[list[int], Tensor]] = []
+    with laid_out() if sum(map(len, ids)) >= WORTH_A_LAYOUT else nullcontext():
+        for part in follow(parts, "embedding", len(parts)):
+            found.append((part, run(model, [ids[i] for i in part], pooling)))
+    for part, rows in found:  # fetched last: until here a GPU was never waited for
+        vectors[part] = rows.float().cpu().numpy()
+    return vectors
+
+
+def packs(model: Encoder) -> bool:
+    """Whether its attention goes from text to text, so that packing them pays."""
+    config, weight = model.config, next(model.parameters())
+    mask = replace(packed([1])[0], window=config.window)
+    by_spans = goes_by_spans(mask, model.positions.bias, weight, config.kernel, 0.0)
+    return (
+        by_spans and config.n_kv_heads == config.n_heads and config.dropped_token < 0
+    )  # token dropout counts over a row
+
+
+def read(tokenizer: Tokenizer, texts: Sequence[str], max_len: int, *, truncate: bool) -> list[list[int]]:
+    """Each text's ids; one that has none, or too many, is an error that says which."""
+    rows = tokenizer.encode_all(texts, max_len=max_len if truncate else None, truncate="right" if truncate else None)
+    for number, row in enumerate(rows, 1):
+        if not row:
+            raise InputError(
+                f"line {number} holds no token; got {texts[number - 1]!r:.40}; remove it, or write something there"
+            )
+        if len(row) > max_len:
+            raise InputError(
+                f"line {number} has {len(row)} tokens, and the model takes {max_len}; shorten it, or cut such lines with --truncate"
+            )
+    return rows
+
+
+def share(order: list[int], lengths: list[int], tokens: int) -> Iterator[list[int]]:
+    """The numbers in `order`, in parts of at most so many tokens."""
+    part: list[int] = []
+    size = 0
+    for i in order:
+        if part and size + lengths[i] > tokens:
+            yield part
+            part, size = [], 0
+        part.append(i)
+        size += lengths[i]
+    if part:
+        yield part
+
+
+def run_packed(model: Encoder, rows: list[list[int]], pool: Pool) -> Float[Tensor, "B D"]:
+    lengths = [len(row) for row in rows]
+    device = next(model.parameters()).device
+    mask, positions = packed(lengths, device)
+    flat: NDArray[np.int64] = np.fromiter(chain.from_iterable(rows), np.int64, sum(lengths))
+    states = model.states(torch.from_numpy(flat)[None].to(device, non_blocking=True), mask, positions=positions)
+    assert mask.spans is not None
+    return pool.packed(states[0], mask.spans.starts)
+
+
+def run_padded(model: Encoder, rows: list[list[int]], pool: Pool) -> Float[Tensor, "B D"]:
+    width, device = max(map(len, rows)), next(model.parameters()).device
+    tokens = np.zeros((len(rows), width), np.int64)  # any id does where the mask hides it
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    real = np.arange(width) < np.array([len(row) for row in rows])[:, None]
+    mask = torch.from_numpy(real).to(device)
+    states = model.states(torch.from_numpy(tokens).to(device), None if real.all() else mask)
+    return pool(states, mask)

@@ -1,0 +1,296 @@
+"""Weights in 8 or 4 bits, for running a model: `quantize(model, "int8")`. Less to read a token, and less to hold.
+
+The formats, row-major, for a weight W of shape (N, D), as torch.nn.Linear holds it:
+
+    int8    q       int8 (N, D)               W[n, d] = q[n, d] * scales[n, d // 64]
+            scales  float16 (N, ceil(D / 64)) q is -127 .. 127; the last group of a row may be shorter
+    int4    q       uint8 (N, D / 2)          W[n, d] = u[n, d] * scales[n, d // 32] + mins[n, d // 32], u is 0 .. 15
+            scales  float16 (N, D / 32)       u[n, 2i] is the low half of byte q[n, i], u[n, 2i + 1] the high half
+            mins    float16 (N, D / 32)       D is a multiple of 32
+
+On a CPU whose kernels want them so (native.py), rows lie in tiles: what 16 rows hold at one place, 4 bytes of q or one of the
+others, side by side, as if the shape were (N / 16, D / 4, 16, 4). The rows that are left, less than 16, are a tile of their own.
+A state dict is always row-major.
+
+int4 takes 5 bits a weight in all, int8 8.25. Embedding and head stay at 8 bits in both, and are one tensor where they are tied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from clearhead.errors import InputError, did_you_mean
+from clearhead.kernels import native
+from clearhead.layers.embedding import TokenEmbedding, TokenHead
+from clearhead.layers.linear import CUDA_ROWS, FusedLinear, Packed, flat, has_triton, is_bare
+
+PIECE = 2**22  # weights unpacked at a time
+TILE = 16  # rows side by side
+WIDTH = {"q": 4, "scales": 1, "mins": 1}  # of one row, at one place of a tile
+# Of a group's range: what is cut off at the ends makes the steps between finer. Each is fitted a few times to what it rounds to.
+SHRINKS, FITS = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6), 3
+
+Some = TypeVar("Some", bound=nn.Module)
+
+
+def quantize(model: Some, kind: str) -> Some:
+    """Round the weights of the blocks' products to `kind`, "int8" or "int4", and the token embedding and head to int8, in place.
+
+    The model can then be run, but not trained. A matrix whose width 4-bit groups do not fit (not a multiple of 32) takes 8 bits.
+    """
+    if kind not in ("int8", "int4"):
+        raise InputError(f"quantize={kind!r} is not known; {did_you_mean(kind, ['int8', 'int4'])}")
+    held: dict[int, Quantized] = {}  # by the parameter's identity: what is shared stays shared
+    places: list[tuple[str, Any]] = list(model.named_modules())
+    for name, module in places:
+        outer = isinstance(module, TokenEmbedding | TokenHead)
+        if not (outer or ("blocks." in name and isinstance(module, nn.Linear | FusedLinear))):
+            continue
+        weight: Any = module.weight
+        if isinstance(weight, Packed):
+            raise InputError(f"{name}.weight is quantised already, as {weight.kind}; load the model anew")
+        if weight is None:  # a tied head
+            continue
+        narrow = kind == "int4" and not outer and weight.shape[1] % 32 == 0
+        if id(weight) not in held:
+            held[id(weight)] = Int4(weight) if narrow else Int8(weight)
+        delattr(module, "weight")
+        module.add_module("weight", held[id(weight)])
+    return model.requires_grad_(False).eval()
+
+
+class Quantized(Packed):
+    """What both kinds share. `like` is empty: it follows the model's type and device, as the numbers must not."""
+
+    kind: str
+    bits: int
+    tensors: tuple[str, ...]
+    like: Tensor
+    q: Tensor
+    scales: Tensor
+    mins: Tensor
+    is_tiled: bool
+
+    def __init__(self, weight: Float[Tensor, "N D"], **held: Tensor) -> None:
+        super().__init__()
+        self.shape = weight.shape
+        self.register_buffer("like", weight.detach().new_empty(0), persistent=False)
+        self.is_tiled = _wants_tiles(weight)
+        self.widths = {name: held[name].shape[1] for name in self.tensors}
+        for name in self.tensors:
+            self.register_buffer(name, _tile(held[name], name) if self.is_tiled else held[name])
+        super().train(False)
+
+    @property
+    def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.like.dtype
+
+    @property
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.like.device
+
+    def train(self, mode: bool = True) -> Quantized:
+        if mode:
+            raise InputError(
+                f"quantised weights can not be trained; these are {self.kind}; train the model first, then quantise it"
+            )
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantized:
+        """Move, but never change the type of scales: model.bfloat16() means the results'."""
+        self.like = fn(self.like)
+        tiled = _wants_tiles(self.like)
+        for name in self.tensors:
+            tensor = getattr(self, name) if tiled == self.is_tiled else self.held(name)
+            moved = fn(tensor)
+            moved = moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+            setattr(self, name, _tile(moved, name) if tiled and not self.is_tiled else moved)
+        self.is_tiled = tiled
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Row by row, whatever this machine likes better."""
+        destination.update({prefix + name: self.held(name) for name in self.tensors})
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **named: Any) -> None:
+        for name in self.tensors if self.is_tiled else ():
+            rows = state_dict.get(prefix + name)
+            if isinstance(rows, Tensor) and rows.shape == (self.shape[0], self.widths[name]):
+                state_dict[prefix + name] = _tile(rows, name)
+        super()._load_from_state_dict(state_dict, prefix, *args, **named)
+
+    def product(self, x: Float[Tensor, "*_ D"], bias: Float[Tensor, " N"] | None) -> Float[Tensor, "*_ N"]:
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise InputError(
+                f"no gradient goes through quantised weights; these are {self.kind}; run the model under torch.no_grad(), or "
+                f"train it first and then quantise it"
+            )
+        q = self.q
+        if x.numel() and is_bare(x, q):
+            if q.is_cuda:
+                if x.numel() // x.shape[-1] <= CUDA_ROWS and has_triton():
+                    return self._on_cuda(flat(x), bias).view(*x.shape[:-1], -1)
+            elif x.device.type == "cpu" and native.is_there() and self.is_tiled == native.has_tiles():
+                wide, mins = None if bias is None else bias.float(), self.mins if "mins" in self.tensors else None
+                out = native.linear_packed(flat(x.float()), q, self.scales, mins, wide, self.shape[0], self.bits)
+                return out.view(*x.shape[:-1], -1).to(x.dtype)
+        if q.is_cuda or torch.compiler.is_compiling():
+            return F.linear(x, self.unpack().to(x.dtype), bias)
+        step = max(1, PIECE // self.shape[1])  # beside small weights, memory for the whole matrix would be missed
+        parts = [F.linear(x, self.unpack(slice(i, i + step)).to(x.dtype)) for i in range(0, self.shape[0], step)]
+        return torch.cat(parts, -1) if bias is None else torch.cat(parts, -1) + bias
+
+    def rows(self, ids: Int[Tensor, "*_"]) -> Float[Tensor, "*_ D"]:
+        return self.unpack(ids).to(self.dtype)
+
+    def unpack(self, rows: Tensor | slice = slice(None)) -> Float[Tensor, "*_ D"]:
+        """Some rows as float32."""
+        raise NotImplementedError
+
+    def held(self, name: str, rows: Tensor | slice = slice(None)) -> Tensor:
+        """Some rows of q, scales or mins, one after the other."""
+        tensor = getattr(self, name)
+        if not self.is_tiled:
+            return tensor[rows]
+        if isinstance(rows, slice):
+            return _untile(tensor, name)[rows, : self.widths[name]]
+        return tensor.view(-1)[_places(rows, tensor.shape, WIDTH[name])][..., : self.widths[name]]
+
+    def _on_cuda(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+
+class Int8(Quantized):
+    kind, bits, tensors, group = "int8", 8, ("q", "scales"), 64
+
+    def __init__(self, weight: Float[Tensor, "N D"]) -> None:
+        parts = [self._round(part) for part in weight.detach().split(max(1, PIECE // weight.shape[1]))]
+        q, scales = (torch.cat(part) for part in zip(*parts, strict=True))
+        super().__init__(weight, q=q, scales=scales)
+
+    def _round(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        D = weight.shape[1]
+        groups = F.pad(weight.float(), (0, -D % self.group)).unflatten(1, (-1, self.group))
+        scales = (groups.abs().amax(-1) / 127).half()
+        step = scales.float().clamp(min=torch.finfo(torch.float32).tiny)[..., None]
+        q = (groups / step).round().clamp(-127, 127)
+        return q.flatten(1)[:, :D].to(torch.int8).contiguous(), scales
+
+    def unpack(self, rows: Tensor | slice = slice(None)) -> Float[Tensor, "*_ D"]:
+        D, (q, scales) = self.shape[1], (self.held(name, rows).float() for name in self.tensors)
+        groups = F.pad(q, (0, -D % self.group)).unflatten(-1, (-1, self.group))
+        return (groups * scales[..., None]).flatten(-2)[..., :D]
+
+    def _on_cuda(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        from clearhead.kernels import gpu
+
+        return gpu.linear_int8(x, self.q, self.scales, bias)
+
+
+class Int4(Quantized):
+    kind, bits, tensors, group = "int4", 4, ("q", "scales", "mins"), 32
+
+    def __init__(self, weight: Float[Tensor, "N D"]) -> None:
+        numbers = weight.detach()
+        if numbers.device.type == "cpu" and native.is_there() and is_bare(numbers):
+            q, scales, mins = native.pack_int4(numbers.float().contiguous(), SHRINKS, FITS)
+        else:
+            parts = [self._search(part) for part in numbers.split(max(1, PIECE // 16 // numbers.shape[1]))]
+            q, scales, mins = (torch.cat(part) for part in zip(*parts, strict=True))
+        super().__init__(weight, q=q, scales=scales.half(), mins=mins.half())
+
+    def _search(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """For each group the scale and minimum, of some starts, that lose least of it."""
+        groups = weight.float().unflatten(1, (-1, self.group))
+        low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+        best = scale = least = torch.zeros(0)
+        for shrink in SHRINKS:
+            cut = (high - low) * (1 - shrink) / 2
+            scale, least = _halves((high - low) * shrink / 15, low + cut)
+            for _ in range(FITS):
+                scale, least = _fit(groups, _to_16(groups, scale, least), scale, least)
+            loss = (_to_16(groups, scale, least) * scale + least - groups).square().sum(-1, keepdim=True)
+            found = torch.stack([loss, scale, least])
+            best = found if len(best) == 0 else torch.where(loss < best[0], found, best)
+        _, scale, least = best
+        u = _to_16(groups, scale, least).flatten(1).to(torch.uint8)
+        return u[:, 0::2] | u[:, 1::2] << 4, scale[..., 0], least[..., 0]
+
+    def unpack(self, rows: Tensor | slice = slice(None)) -> Float[Tensor, "*_ D"]:
+        q, scales, mins = (self.held(name, rows) for name in self.tensors)
+        u = torch.stack([q & 15, q >> 4], -1).flatten(-2).unflatten(-1, (-1, self.group))
+        return (u.float() * scales.float()[..., None] + mins.float()[..., None]).flatten(-2)
+
+    def _on_cuda(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        from clearhead.kernels import gpu
+
+        return gpu.linear_int4(x, self.q, self.scales, self.mins, bias)
+
+
+def _wants_tiles(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and native.has_tiles()
+
+
+def _tile(rows: Tensor, name: str) -> Tensor:
+    rows = F.pad(rows, (0, -rows.shape[1] % WIDTH[name])).contiguous()
+    tiled = torch.empty_like(rows)
+    for ours, theirs in zip(_as_tiles(tiled, name), _as_rows(rows, name), strict=True):
+        ours.copy_(theirs)
+    return tiled
+
+
+def _untile(tiled: Tensor, name: str) -> Tensor:
+    rows = torch.empty_like(tiled)
+    for ours, theirs in zip(_as_rows(rows, name), _as_tiles(tiled, name), strict=True):
+        ours.copy_(theirs)
+    return rows
+
+
+def _as_rows(rows: Tensor, name: str) -> list[Tensor]:
+    """Whole tiles, and the rows that are left, seen as (tiles, places, rows, width)."""
+    n = len(rows) // TILE * TILE
+    parts = ((rows[:n], TILE), (rows[n:], len(rows) - n))
+    return [
+        part.view(-1, many, rows.shape[1] // WIDTH[name], WIDTH[name]).transpose(1, 2)
+        for part, many in parts
+        if len(part)
+    ]
+
+
+def _as_tiles(tiled: Tensor, name: str) -> list[Tensor]:
+    """The same of what lies in tiles."""
+    n = len(tiled) // TILE * TILE
+    parts = ((tiled[:n], TILE), (tiled[n:], len(tiled) - n))
+    return [part.view(-1, tiled.shape[1] // WIDTH[name], many, WIDTH[name]) for part, many in parts if len(part)]
+
+
+def _places(ids: Int[Tensor, "*_"], shape: torch.Size, width: int) -> Int[Tensor, "*_ m"]:
+    """Where the numbers of some rows lie in tiles."""
+    n, m = shape
+    across, at = (n - ids // TILE * TILE).clamp(max=TILE)[..., None], torch.arange(m)
+    return (ids // TILE * TILE * m + ids % TILE * width)[..., None] + at // width * (across * width) + at % width
+
+
+def _to_16(groups: Tensor, scale: Tensor, least: Tensor) -> Tensor:
+    return ((groups - least) / scale.clamp(min=1e-7)).round_().clamp_(0, 15)
+
+
+def _fit(groups: Tensor, u: Tensor, scale: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
+    """The line through the points (u, weight), by least squares."""
+    n, su, sw = groups.shape[-1], u.sum(-1, keepdim=True), groups.sum(-1, keepdim=True)
+    spread = n * u.square().sum(-1, keepdim=True) - su.square()
+    slope = (n * (u * groups).sum(-1, keepdim=True) - su * sw) / spread
+    fits = (spread > 0) & (slope > 0)
+    slope = torch.where(fits, slope, scale)
+    return _halves(slope, torch.where(fits, (sw - slope * su) / n, least))
+
+
+def _halves(scale: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
+    """As float16 will hold them."""
+    return scale.half().float(), least.half().float()
