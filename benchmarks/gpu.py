@@ -188,11 +188,12 @@ def ours(
 ) -> tuple[Step, int]:
     """A step as `clearhead train` with train.compile=true takes it: its passes, its update, its loss; batches of one shape
     are replayed."""
+    from clearhead.engine.cuda_graphs import Recorder
     from clearhead.quantization.float8 import Products
     from clearhead.training.loop import narrow, set_up
     from clearhead.training.optimizers import Optimizers
-    from clearhead.training.passes import Passes, Update
     from clearhead.training.recipe import Train
+    from clearhead.training.train_step import ForwardBackward, Update
 
     train = Train(lr=6e-4, compile=True, stream=stream, precision=precision)  # type: ignore[arg-type]
     set_up(train)
@@ -204,21 +205,22 @@ def ours(
         found = losses(model, batch)
         return found.goal, found.loss, found.correct
 
-    passes = Passes(torch.compile(objective), autocast, record=record)
+    recorder = Recorder(next(model.parameters()).device) if record else None
+    forward_backward = ForwardBackward(torch.compile(objective), autocast, recorder)
     optimizers = Optimizers(model, train, lr=train.lr, record=record)
     products = Products(model) if precision == "fp8" else None
     if products is not None:
-        wide = Passes(objective, autocast, record=False)
+        wide = ForwardBackward(objective, autocast)
         products.calibrate(lambda: wide(batches[0], 1 / counts[0]))
         optimizers.zero_grad()
-    update = Update(optimizers, train.clip, products, record=record)
+    update = Update(optimizers, train.clip, products, recorder)
     turn = 0
 
     def step() -> Any:
         nonlocal turn
         at = turn % len(batches)
         turn += 1
-        loss = passes(batches[at], 1 / counts[at])
+        loss = forward_backward(batches[at], 1 / counts[at])
         update()
         return loss / counts[at]
 

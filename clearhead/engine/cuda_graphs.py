@@ -1,4 +1,4 @@
-"""Work for a GPU that is recorded once, as a CUDA graph, and replayed: thousands of small kernels then cost no time of the CPU."""
+"""Work for a GPU, recorded once as a CUDA graph and replayed: thousands of small kernels then start with one call."""
 
 from __future__ import annotations
 
@@ -10,22 +10,56 @@ from torch import Tensor, nn
 from clearhead.layers.linear import recording
 
 
+class Recorder:
+    """Records CUDA graphs that share one memory pool and one stream. Only one of them may replay at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)  # one for all: a pool's memory is reused only within a stream
+        self.device = device
+
+    def record(
+        self,
+        work: Callable[[], Tensor],
+        warm_ups: int,
+        *,
+        prepare: Callable[[], object] = lambda: None,
+        restore: Callable[[], object] = lambda: None,
+    ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """The graph of `work`, and the tensor that each replay writes its result to.
+
+        `work` runs `warm_ups` times before: first runs compile and choose kernels. What they change, `restore` puts back.
+        """
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            prepare()
+            for _ in range(warm_ups):
+                work()
+            restore()
+        current.wait_stream(self.stream)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: meanwhile another thread may allocate memory, as the one that makes the next training batches does.
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            result = work()
+        return graph, result
+
+
 class Recordings:
-    """Recordings by key. One reads and writes the same memory each time, and its result is good until it is replayed."""
+    """CUDA graphs of a model's work, by key. Each reads and writes the same memory; its result is valid until its next replay."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.device = device
         self.hooks = [hooks for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]  # pyright: ignore[reportPrivateUsage]
         self.graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self.memory = torch.cuda.graph_pool_handle()
+        self.recorder = Recorder(device)
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody hooked into the model: a recording would pass by unseen."""
+        """Whether the model has hooks: a replay would not call them."""
         return any(self.hooks)
 
     def run(self, key: Hashable, work: Callable[[], Tensor], *, told: Tensor, kept: Sequence[Tensor] = ()) -> Tensor:
-        """The work of this key, recorded if it is new. With zeros in `told`, it changes nothing but `kept`."""
+        """The result of this key's work, recorded if the key is new. With zeros in `told`, the work changes only `kept`."""
         if key not in self.graphs:
             if len(self.graphs) >= 200:  # a server's users may each bring their own kind of search
                 self.graphs.clear()
@@ -35,22 +69,14 @@ class Recordings:
         return result
 
     def _record(self, work: Callable[[], Tensor], held: Sequence[Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        # The first runs compile and choose kernels, and must leave everything as it was.
         before = [each.clone() for each in held]
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream), recording:
-            held[0].zero_()
-            for _ in range(2):
-                work()
+
+        def restore() -> None:
             for each, was in zip(held, before, strict=True):
                 each.copy_(was)
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may take memory meanwhile: a training run's makes its next batches while samples are written.
-        with torch.cuda.graph(graph, pool=self.memory, stream=stream, capture_error_mode="thread_local"), recording:
-            result = work()
-        return graph, result
+
+        with recording:
+            return self.recorder.record(work, 2, prepare=lambda: held[0].zero_(), restore=restore)
 
 
 def padded(n: int, most: int) -> int:

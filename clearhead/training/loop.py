@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.checkpoint import save
+from clearhead.engine.cuda_graphs import Recorder
 from clearhead.errors import ConfigError
 from clearhead.kernels.native import cache_folder
 from clearhead.models.stack import Stack
@@ -29,9 +30,8 @@ from clearhead.training.evaluation import evaluate, is_better
 from clearhead.training.folder import check_resumable, check_space, open_folder, read_run, settle, write_text
 from clearhead.training.journal import Journal
 from clearhead.training.optimizers import Optimizers
-from clearhead.training.passes import ROUNDING, Passes, Update
-from clearhead.training.prefetch import StepBatch, make_step, prefetch
-from clearhead.training.processes import Processes, gradients_stay, join, spread
+from clearhead.training.prefetch import make_step, prefetch
+from clearhead.training.processes import Processes, join, spread
 from clearhead.training.recipe import Recipe, Train, find_recipe
 from clearhead.training.report import write_report
 from clearhead.training.schedules import highest, rate
@@ -40,6 +40,7 @@ from clearhead.training.starting import add_lora, check_model, export, start
 from clearhead.training.summary import Meter, summarise
 from clearhead.training.tasks import make_task
 from clearhead.training.tasks.task import Objective
+from clearhead.training.train_step import ROUNDING, ForwardBackward, Update, train_step
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,11 @@ def train(
         task.rounding = ROUNDING if record else task.rounding
         if not record and is_alone(processes, t) and isinstance(autocast, torch.autocast):
             task.pack(model)
-        passes = Passes(torch.compile(called) if t.compile else called, autocast, record=record)
+        recorder = Recorder(processes.device) if record else None
+        forward_backward = ForwardBackward(torch.compile(called) if t.compile else called, autocast, recorder)
         optimizers = Optimizers(model, t, lr=highest(t, model.config.d_model), record=record)
         products = Products(model) if t.precision == "fp8" else None
-        update = Update(optimizers, t.clip, products, record=record)
+        update = Update(optimizers, t.clip, products, recorder)
 
         weights = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
         tensors = {**weights, **{f"optimizer.{name}": value for name, value in optimizers.tensors().items()}}
@@ -107,7 +109,7 @@ def train(
         if products is not None and found is not None:
             products.settle()
         elif products is not None:
-            batch, wide = make_step(task, 0, processes), Passes(called, autocast, record=False)
+            batch, wide = make_step(task, 0, processes), ForwardBackward(called, autocast)
             products.calibrate(lambda: wide(batch.pieces[0][0], 1 / batch.predictions))
             optimizers.zero_grad()
         journal = Journal(out if processes.is_first else None, step=state.step, tensorboard=t.tensorboard)
@@ -119,7 +121,11 @@ def train(
         while state.step < t.steps and not is_stuck(state, t):
             share = rate(state.step, t)
             optimizers.scale(share)
-            meter.add(learn(passes, update, next(batches), t, state.step, processes, called))
+            batch = next(batches)
+            done = train_step(
+                forward_backward, update, batch, seed=t.seed, step=state.step, processes=processes, objective=called
+            )
+            meter.add((*done, batch))
             state.step += 1
 
             if is_due(state.step, t.log_every, t):
@@ -162,33 +168,6 @@ def train(
         journal.close()
         processes.wait()
         return Result(out, state.step, True, row)
-
-
-def learn(
-    passes: Passes,
-    update: Update,
-    batch: StepBatch,
-    t: Train,
-    step: int,
-    processes: Processes,
-    objective: nn.Module,
-) -> tuple[Tensor, Tensor, StepBatch]:
-    """One step: the gradient of the mean loss over the whole batch, in pieces and on all processes, and what is made of it.
-
-    Returns this process's sum of losses, the gradient's length, and the batch.
-    """
-    total = torch.zeros((), device=processes.device)
-    for number, (piece, weight) in enumerate(batch.pieces):
-        seed_all(t.seed, step, number, processes.rank)
-        with gradients_stay(objective, stay=number < len(batch.pieces) - 1):
-            # Processes average their gradients; the mean over all predictions needs their sum.
-            total += weight * passes(piece, weight * processes.world / batch.predictions)
-    return total, update(), batch
-
-
-def seed_all(seed: int, step: int, piece: int, rank: int) -> None:
-    """Dropout's numbers, for each piece of each step on each process."""
-    torch.manual_seed(hash((seed, step, piece, rank)) & (2**63 - 1))
 
 
 def set_up(t: Train) -> None:
