@@ -19,7 +19,7 @@ class Config:
     """What to build: `ch.preset(name, **changes)` makes one, `ch.build(config)` makes the model."""
 
     shape: Literal["decoder", "encoder", "encoder-decoder"]
-    family: str = "custom"  # which page of families/ reads and writes its checkpoints
+    family: str = "custom"  # the module in families/ that reads and writes its checkpoints
 
     # Sizes.
     d_model: int

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import clearhead as ch
 from clearhead.cli import app
-from clearhead.families import PAGES
+from clearhead.families import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # typer hands over None where an option has a callback
 
@@ -105,10 +105,10 @@ def test_presets_is_a_table_of_every_size() -> None:
     assert table["t5-small"] == ["t5-small", "t5", "encoder-decoder", "6+6", "512", "8", "60,506,624"]
 
 
-@pytest.mark.parametrize("family", PAGES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_presets_of_one_family(family: str) -> None:
     table = rows(in_process("presets", family))
-    assert list(table)[1:] == list(PAGES[family].SIZES)
+    assert list(table)[1:] == list(FAMILIES[family].SIZES)
 
 
 def test_a_table_in_a_narrow_pipe_keeps_its_width() -> None:

@@ -297,7 +297,7 @@ def test_help_loads_no_torch() -> None:
 
 def test_a_bar_never_mixes_with_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """With stderr on a terminal, what the loop prints still goes to stdout."""
-    from clearhead.cli.inputs import follow
+    from clearhead.cli.arguments import follow
 
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes stderr for a terminal
     out, err = io.StringIO(), io.StringIO()

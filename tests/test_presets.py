@@ -8,7 +8,7 @@ from models.drawn import Fields, fields
 
 import clearhead as ch
 from clearhead.costs.parameters import count_parameters
-from clearhead.families import PAGES
+from clearhead.families import FAMILIES
 
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -88,17 +88,17 @@ def millions(name: str, vocab_size: int) -> float:
 
 
 def test_what_the_originals_page_says_about_the_papers_table_3() -> None:
-    page = PAGES["original"].__doc__
-    assert page is not None
-    assert "37,000" in page
+    module = FAMILIES["original"].__doc__
+    assert module is not None
+    assert "37,000" in module
     assert f"{millions('transformer-base', 37_000):.1f} M" == "63.1 M"
     assert f"{millions('transformer-big', 37_000):.1f} M" == "214.2 M"
-    assert "63.1 M and 214.2 M" in page
+    assert "63.1 M and 214.2 M" in module
     for name, vocabulary, total, width in (
         ("transformer-base", 40_745, 65, 512),
         ("transformer-big", 35_784, 213, 1024),
     ):
-        assert f"{total}.0 M takes {vocabulary:,}" in page
+        assert f"{total}.0 M takes {vocabulary:,}" in module
         # the whole vocabulary that comes nearest: one token more or less is a row of the shared matrix
         assert abs(millions(name, vocabulary) - total) <= width / 2 / 1e6
 
@@ -109,17 +109,17 @@ def test_gpt3s_widths() -> None:
 
 
 def test_every_family_has_a_size_and_every_size_its_family() -> None:
-    assert set(PAGES) == {"original", "gpt2", "llama", "bert", "esm", "vit", "t5", "marian", "whisper"}
-    for family, page in PAGES.items():
-        assert page.SIZES
-        assert {ch.preset(name).family for name in page.SIZES} == {family}
+    assert set(FAMILIES) == {"original", "gpt2", "llama", "bert", "esm", "vit", "t5", "marian", "whisper"}
+    for family, module in FAMILIES.items():
+        assert module.SIZES
+        assert {ch.preset(name).family for name in module.SIZES} == {family}
     names = ch.presets()
-    assert len(names) == len(set(names)) == sum(len(page.SIZES) for page in PAGES.values())
+    assert len(names) == len(set(names)) == sum(len(module.SIZES) for module in FAMILIES.values())
     assert "esm2-8m" in names
 
 
 def test_the_shape_of_each_family() -> None:
-    shapes = {family: {ch.preset(name).shape for name in page.SIZES} for family, page in PAGES.items()}
+    shapes = {family: {ch.preset(name).shape for name in module.SIZES} for family, module in FAMILIES.items()}
     assert shapes == {
         "original": {"encoder-decoder"},
         "gpt2": {"decoder"},

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from clearhead.checkpoint.found import Found, config_of
-from clearhead.checkpoint.gguf_file import Gguf
-from clearhead.checkpoint.names import expand
+from clearhead.checkpoint.checkpoint import Checkpoint, make_config
+from clearhead.checkpoint.gguf_file import GgufWeights
+from clearhead.checkpoint.tensor_names import expand
 from clearhead.config import Generation
 from clearhead.errors import CheckpointError, did_you_mean
 from clearhead.families import llama
-from clearhead.families.reading import Row, both
+from clearhead.families.config_translation import NameRow, both
 from clearhead.layers.positions import Rotary
 
 # How an architecture keeps the rows of q and k: llama.cpp turns LLaMA's rotary pairs as neighbours.
@@ -40,9 +40,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def names(how: str) -> list[Row]:
+def names(how: str) -> list[NameRow]:
     """The table of names; `how` is the form in which the file keeps q and k."""
-    turned: list[Row] = [
+    turned: list[NameRow] = [
         (f"blk.{{i}}.attn_{letter}.{kind}", f"blocks.{{i}}.attention.{letter}_proj.{kind}", how)
         for letter in "qk"
         for kind in ("weight", "bias")
@@ -62,8 +62,8 @@ def names(how: str) -> list[Row]:
     ]
 
 
-def describe(path: Path) -> Found:
-    weights = Gguf(path)
+def open_checkpoint(path: Path) -> Checkpoint:
+    weights = GgufWeights(path)
     meta = weights.metadata
     kind = meta.get("general.architecture")
     if kind not in ARCHITECTURES:
@@ -91,8 +91,8 @@ def describe(path: Path) -> Found:
         tie_embeddings="output.weight" not in shapes,
         **_rope(path, own, weights, d_head),
     )
-    config = config_of(path, {"family": "llama", **llama.BASE, **fields}, weights)
-    return Found(
+    config = make_config(path, {"family": "llama", **llama.BASE, **fields}, weights)
+    return Checkpoint(
         config,
         weights,
         expand(names(ARCHITECTURES[kind]), config),
@@ -152,7 +152,7 @@ def _heads(path: Path, own: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
     return d_model, n_heads, d_head, n_kv_heads
 
 
-def _rope(path: Path, own: Mapping[str, Any], weights: Gguf, d_head: int) -> dict[str, Any]:
+def _rope(path: Path, own: Mapping[str, Any], weights: GgufWeights, d_head: int) -> dict[str, Any]:
     base = _number(path, own, "rope.freq_base", 10_000.0)
     fields: dict[str, Any] = dict(rotary_base=base)
     kind = own.get("rope.scaling.type", "linear" if "rope.scale_linear" in own else "none")

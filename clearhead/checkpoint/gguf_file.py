@@ -1,7 +1,7 @@
 """The tensors of a .gguf file, read one by one.
 
 The header is read here, not by the package's reader: that one believes every length it meets, so that a wrong one hangs it or
-fills the memory. The package does the numbers. Tensors are dequantised a few rows at a time, into the model's own memory.
+fills the memory. The package does the numbers. MemoryWeights are dequantised a few rows at a time, into the model's own memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from clearhead.checkpoint.files import Place, Stored
+from clearhead.checkpoint.weight_files import FileRange, MappedWeights
 from clearhead.errors import CheckpointError, MissingExtraError
 
 MAGIC = b"GGUF"
@@ -30,7 +30,7 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 AT_ONCE = 2**22  # numbers dequantised in one go
 
 
-class Gguf(Stored):
+class GgufWeights(MappedWeights):
     """The tensors of a .gguf file. What is quantised shows as float32."""
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class Gguf(Stored):
                     raise ValueError(f"rows of {shape[-1]} in {name!r} are no whole blocks of {block}")
                 self.shapes[name] = shape
                 self.dtypes[name] = PLAIN.get(kind.name, torch.float32)
-                self.places[name] = Place(path, start + offset, math.prod(shape) // block * nbytes)
+                self.ranges[name] = FileRange(path, start + offset, math.prod(shape) // block * nbytes)
                 if kind.name not in PLAIN:
                     self._unpack(np.zeros((1, nbytes), np.uint8), kind)  # refuses here what can not be read later
                     self.packed[name] = kind
@@ -76,7 +76,7 @@ class Gguf(Stored):
     def read_into(self, name: str, out: Tensor) -> None:
         if name not in self.packed:
             return super().read_into(name, out)
-        place, shape = self.places[name], self.shapes[name]
+        place, shape = self.ranges[name], self.shapes[name]
         rows = out.view(-1, shape[-1])
         width = place.nbytes // len(rows)
         step = max(1, AT_ONCE // shape[-1])
@@ -94,7 +94,7 @@ class Gguf(Stored):
 
     def _check_places(self) -> None:
         size, total = self.path.stat().st_size, 0
-        for name, place in self.places.items():
+        for name, place in self.ranges.items():
             total += place.nbytes
             # Overlapping tensors would let a small file ask for any amount of memory.
             if place.start + place.nbytes > size or total > size:

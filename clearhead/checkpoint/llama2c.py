@@ -8,18 +8,18 @@ from pathlib import Path
 
 import torch
 
-from clearhead.checkpoint.files import Place, Stored
-from clearhead.checkpoint.found import Found, config_of
-from clearhead.checkpoint.names import expand
+from clearhead.checkpoint.checkpoint import Checkpoint, make_config
+from clearhead.checkpoint.tensor_names import expand
+from clearhead.checkpoint.weight_files import FileRange, MappedWeights
 from clearhead.config import Generation
 from clearhead.errors import CheckpointError
 from clearhead.families import llama
-from clearhead.families.reading import Row
+from clearhead.families.config_translation import NameRow
 
 HEADER = struct.Struct("<7i")
 NEWER = b"24ka"  # how the file's later versions start
 
-NAMES: list[Row] = [
+NAMES: list[NameRow] = [
     ("token_embedding_table", "tokens.weight"),
     ("rms_att_weight.{i}", "blocks.{i}.attention_norm.weight"),
     ("wq.{i}", "blocks.{i}.attention.q_proj.weight", "interleaved"),
@@ -37,7 +37,7 @@ NAMES: list[Row] = [
 UNUSED = ("freq_cis_real", "freq_cis_imag")
 
 
-def describe(path: Path) -> Found:
+def open_checkpoint(path: Path) -> Checkpoint:
     with path.open("rb") as stream:
         start = stream.read(HEADER.size)
     if start.startswith(NEWER):
@@ -48,7 +48,7 @@ def describe(path: Path) -> Found:
     tied = vocab_size > 0  # a negative size says that the head is stored, too
     if min(*sizes[:5], abs(vocab_size), max_len) < 1 or d_model % n_heads or n_heads % n_kv_heads:
         raise CheckpointError(f"{path} starts with the sizes {sizes}, which no model has; is it llama2.c's .bin?")
-    weights = Stored()
+    weights = MappedWeights()
     weights.map(path)
     at = HEADER.size
     d_kv = d_model // n_heads * n_kv_heads
@@ -78,12 +78,12 @@ def describe(path: Path) -> Found:
         for i in range(count):
             key = name.replace("{i}", str(i))
             weights.shapes[key], weights.dtypes[key] = tuple(shape), torch.float32
-            weights.places[key] = Place(path, at, 4 * math.prod(shape))
+            weights.ranges[key] = FileRange(path, at, 4 * math.prod(shape))
             at += 4 * math.prod(shape)
     fields = dict(d_model=d_model, d_ff=d_ff, n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads)
     fields.update(vocab_size=abs(vocab_size), max_len=max_len, tie_embeddings=tied)
-    config = config_of(path, {"family": "llama", **llama.BASE, **fields}, weights)
+    config = make_config(path, {"family": "llama", **llama.BASE, **fields}, weights)
     # Its own program ends a text at the next one's start.
     generation = Generation(bos=1, eos=(2, 1))
     spelling = {name: name for name in weights.shapes}
-    return Found(config, weights, expand(NAMES, config), spelling, generation, unused=UNUSED)
+    return Checkpoint(config, weights, expand(NAMES, config), spelling, generation, unused=UNUSED)

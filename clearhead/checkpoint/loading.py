@@ -13,17 +13,17 @@ from typing import Any
 import torch
 
 from clearhead.checkpoint import gguf, llama2c, openai_whisper
-from clearhead.checkpoint.files import Weights, open_weights, read_json
-from clearhead.checkpoint.filling import fill
-from clearhead.checkpoint.found import Found, check_layers
+from clearhead.checkpoint.assignment import assign_weights
+from clearhead.checkpoint.checkpoint import Checkpoint, check_layers
 from clearhead.checkpoint.gguf_file import MAGIC
 from clearhead.checkpoint.hub import download
-from clearhead.checkpoint.names import Match, expand, matches_any, pair_up
-from clearhead.checkpoint.sentences import read_modules
+from clearhead.checkpoint.sentence_transformers import read_modules
+from clearhead.checkpoint.tensor_names import Match, expand, matches_any, pair_up
+from clearhead.checkpoint.weight_files import Weights, open_weights, read_json
 from clearhead.config import Config, Generation
 from clearhead.errors import CheckpointError, ConfigError, InputError, did_you_mean
-from clearhead.families import PAGES, page_of
-from clearhead.families.reading import Keys
+from clearhead.families import FAMILIES, family_of
+from clearhead.families.config_translation import Keys
 from clearhead.models import Model, build
 from clearhead.models.pictures import resize_pictures
 from clearhead.quantization import integer as quantized
@@ -52,7 +52,7 @@ def load(
     """
     if quantize not in (None, "int8", "int4"):
         raise InputError(f"quantize={quantize!r} is not known; {did_you_mean(quantize, ['int8', 'int4'])}")
-    found = describe(Path(path) if Path(path).exists() else download(str(path)))
+    found = open_checkpoint(Path(path) if Path(path).exists() else download(str(path)))
     try:
         model = build(found.config, device="meta", dtype=dtype or common_dtype(found.weights))
     except (RuntimeError, OverflowError, TypeError) as error:  # torch can not count the bytes
@@ -66,7 +66,9 @@ def load(
         tied=found.config.tie_embeddings,
         unused=found.unused + found.extras,
     )
-    fill(model, pairings, found.weights, torch.device(device or "cpu"))  # only now that everything fits is memory taken
+    assign_weights(
+        model, pairings, found.weights, torch.device(device or "cpu")
+    )  # only now that everything fits is memory taken
     model.generation = found.generation
     spare = found.weights.shapes.keys() - {pairing.key for pairing in pairings}
     model.extras = {key: found.weights.read(key) for key in sorted(spare) if matches_any(key, found.extras)}
@@ -74,7 +76,7 @@ def load(
     return model if quantize is None else quantized.quantize(model, quantize)
 
 
-def describe(path: Path) -> Found:
+def open_checkpoint(path: Path) -> Checkpoint:
     """Recognise what lies at `path`, and read its config."""
     if path.is_file():
         return _one_file(path)
@@ -90,7 +92,7 @@ def describe(path: Path) -> Found:
     return _ours(config, weights) if "clearhead" in config else _hugging_face(path, config, weights)
 
 
-def _one_file(path: Path) -> Found:
+def _one_file(path: Path) -> Checkpoint:
     """A model in a single file, told by its first bytes where it has some of its own, else by its name."""
     try:
         with path.open("rb") as stream:
@@ -98,11 +100,11 @@ def _one_file(path: Path) -> Found:
     except OSError as error:
         raise CheckpointError(f"{path} can not be read ({error.strerror or error}); is the path right?") from None
     if start == MAGIC or path.suffix == ".gguf":
-        return gguf.describe(path)
+        return gguf.open_checkpoint(path)
     if start in TORCH_FILES or path.suffix == ".pt":
-        return openai_whisper.describe(path)
+        return openai_whisper.open_checkpoint(path)
     if path.suffix == ".bin":
-        return llama2c.describe(path)
+        return llama2c.open_checkpoint(path)
     if path.suffix in (".safetensors", ".json"):
         raise CheckpointError(
             f"{path} is one file of a model; give the folder that holds it and config.json: {path.parent}"
@@ -121,7 +123,7 @@ def common_dtype(weights: Weights) -> torch.dtype:
     return counts.most_common(1)[0][0]
 
 
-def _ours(saved: Mapping[str, Any], weights: Weights) -> Found:
+def _ours(saved: Mapping[str, Any], weights: Weights) -> Checkpoint:
     try:
         config = Config.from_dict(saved["model"])
         told: Mapping[str, Any] = saved.get("generation") or {}
@@ -135,37 +137,37 @@ def _ours(saved: Mapping[str, Any], weights: Weights) -> Found:
     plain = {name: name for name in weights.shapes}
     matches = [Match(name, (name,)) for name in plain]
     extras = tuple(key for key in plain if key.startswith("extras."))
-    return Found(config, weights, matches, plain, generation, extras=extras)
+    return Checkpoint(config, weights, matches, plain, generation, extras=extras)
 
 
-def _hugging_face(path: Path, theirs: Mapping[str, Any], weights: Weights) -> Found:
+def _hugging_face(path: Path, theirs: Mapping[str, Any], weights: Weights) -> Checkpoint:
     kind = theirs.get("model_type")
     if not isinstance(kind, str):
         raise CheckpointError(f"config.json's model_type is {kind!r}; a Hugging Face config names its family there")
-    family = page_of(kind)
+    family = family_of(kind)
     if family is None:
-        known = [name for page in PAGES.values() for name in page.HF]
+        known = [name for module in FAMILIES.values() for name in module.HF]
         raise CheckpointError(f"model_type {kind!r} is not a family we have; {did_you_mean(kind, known)}")
-    page = PAGES[family]
+    module = FAMILIES[family]
     theirs = {**theirs, **read_modules(path)}
-    spelling = Keys({key.removeprefix(page.PREFIX): key for key in weights.shapes}, weights.read)
+    spelling = Keys({key.removeprefix(module.PREFIX): key for key in weights.shapes}, weights.read)
     try:
-        config = Config.from_dict({"family": family, **page.BASE, **page.read(theirs, spelling)})
+        config = Config.from_dict({"family": family, **module.BASE, **module.read(theirs, spelling)})
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise CheckpointError(f"config.json has a field of the wrong type ({error}); fetch it again") from None
     except ConfigError as error:
         raise CheckpointError(f"config.json can not be built: {error}") from None
     check_layers(config, weights)
-    return Found(
+    return Checkpoint(
         config,
         weights,
-        expand(page.NAMES, config),
+        expand(module.NAMES, config),
         spelling,
         read_generation(
             theirs, read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
         ),
-        unused=page.UNUSED,
-        extras=page.EXTRAS,
+        unused=module.UNUSED,
+        extras=module.EXTRAS,
     )
 
 

@@ -8,16 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
-from clearhead.checkpoint.files import Tensors, load_torch_file
-from clearhead.checkpoint.found import Found, config_of
-from clearhead.checkpoint.names import expand
+from clearhead.checkpoint.checkpoint import Checkpoint, make_config
+from clearhead.checkpoint.tensor_names import expand
+from clearhead.checkpoint.weight_files import MemoryWeights, load_torch_file
 from clearhead.config import Generation
 from clearhead.errors import CheckpointError
 from clearhead.families import whisper
-from clearhead.families.reading import Row, both, same, take
+from clearhead.families.config_translation import NameRow, both, same, take
 
 
-def _attention(theirs: str, ours: str) -> list[Row]:
+def _attention(theirs: str, ours: str) -> list[NameRow]:
     return [
         *both(f"{theirs}_ln", f"{ours}_norm"),
         *both(f"{theirs}.query", f"{ours}.q_proj"),
@@ -27,7 +27,7 @@ def _attention(theirs: str, ours: str) -> list[Row]:
     ]
 
 
-def _block(side: str) -> list[Row]:
+def _block(side: str) -> list[NameRow]:
     return [
         *_attention(f"{side}.blocks.{{i}}.attn", f"{side}.blocks.{{i}}.attention"),
         *both(f"{side}.blocks.{{i}}.mlp_ln", f"{side}.blocks.{{i}}.feedforward_norm"),
@@ -36,7 +36,7 @@ def _block(side: str) -> list[Row]:
     ]
 
 
-NAMES: list[Row] = [
+NAMES: list[NameRow] = [
     *both("encoder.conv1", "source.conv1"),
     *both("encoder.conv2", "source.conv2"),
     ("encoder.positional_embedding", "encoder.positions.weight"),
@@ -65,7 +65,7 @@ MULTILINGUAL_SIGNS = SIGNS + (
 FIRST_MULTILINGUAL = 51_865  # the smallest vocabulary with other languages than English
 
 
-def describe(path: Path) -> Found:
+def open_checkpoint(path: Path) -> Checkpoint:
     held = load_torch_file(path)
     dims, state = (held.get("dims"), held.get("model_state_dict")) if isinstance(held, dict) else (None, None)
     if not isinstance(dims, dict) or not isinstance(state, dict):
@@ -75,10 +75,10 @@ def describe(path: Path) -> Found:
         )
     if not all(isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items()):
         raise CheckpointError(f"{path} holds more than named tensors in its model_state_dict; fetch it again")
-    weights = Tensors(state)
-    config = config_of(path, {"family": "whisper", **whisper.BASE, **_read(dims)}, weights)
+    weights = MemoryWeights(state)
+    config = make_config(path, {"family": "whisper", **whisper.BASE, **_read(dims)}, weights)
     spelling = {name: name for name in state}
-    return Found(config, weights, expand(NAMES, config), spelling, _generation(config.vocab_size))
+    return Checkpoint(config, weights, expand(NAMES, config), spelling, _generation(config.vocab_size))
 
 
 def _read(dims: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from clearhead.checkpoint.files import write_safetensors
-from clearhead.checkpoint.names import expand, write_all
-from clearhead.checkpoint.sentences import write_modules
+from clearhead.checkpoint.sentence_transformers import write_modules
+from clearhead.checkpoint.tensor_names import expand, write_all
+from clearhead.checkpoint.weight_files import write_safetensors
 from clearhead.config import Config, Generation
 from clearhead.errors import CheckpointError, did_you_mean
-from clearhead.families import PAGES
+from clearhead.families import FAMILIES
 from clearhead.layers.linear import Packed
 from clearhead.models import Model
 from clearhead.version import __version__
@@ -73,21 +73,21 @@ def _ours(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _hugging_face(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config = model.config
-    if config.family not in PAGES:
+    if config.family not in FAMILIES:
         raise CheckpointError(f"family={config.family!r} has no Hugging Face layout; save with format='clearhead'")
     if config.pruned_heads:
         raise CheckpointError(
             f"transformers has no layers of unequal heads, and this model has lost {len(config.pruned_heads)}, such as "
             f"{config.pruned_heads[0]!r}; save with format='clearhead'"
         )
-    page = PAGES[config.family]
-    theirs = {**page.write(config), **_write_generation(model.generation)}
-    state = write_all(model.state_dict(), expand(page.NAMES, config))
-    prefix = page.PREFIX if config.head != "none" else ""
-    added: Callable[[Config], dict[str, Tensor]] = getattr(page, "added", lambda _: {})
-    kept = {key.removeprefix("extras.").removeprefix(page.PREFIX): tensor for key, tensor in model.extras.items()}
+    module = FAMILIES[config.family]
+    theirs = {**module.write(config), **_write_generation(model.generation)}
+    state = write_all(model.state_dict(), expand(module.NAMES, config))
+    prefix = module.PREFIX if config.head != "none" else ""
+    added: Callable[[Config], dict[str, Tensor]] = getattr(module, "added", lambda _: {})
+    kept = {key.removeprefix("extras.").removeprefix(module.PREFIX): tensor for key, tensor in model.extras.items()}
     whole = {**state, **added(config), **kept}
-    named = {key if key.startswith(page.HEADS) else prefix + key: tensor for key, tensor in whole.items()}
+    named = {key if key.startswith(module.HEADS) else prefix + key: tensor for key, tensor in whole.items()}
     files = write_modules(theirs.pop("modules", []))
     files["config.json"] = {**theirs, "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
     if config.shape != "encoder":

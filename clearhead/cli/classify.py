@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from clearhead.cli.inputs import Device, ModelName, find_device, find_model, follow, read_lines
+from clearhead.cli.arguments import Device, ModelName, find_device, find_model, follow, read_lines
 from clearhead.errors import InputError
 
 if TYPE_CHECKING:
@@ -83,11 +83,11 @@ def read_texts(place: Path, model: Encoder, lines: list[str], batch: int, *, cut
 def read_pictures(place: Path, model: Encoder, files: list[str], batch: int) -> Iterator[Batch]:
     import torch
 
-    from clearhead.data.pictures import load_picture, read_preparation
+    from clearhead.data.images import load_image, read_preprocessing
 
-    prepare = read_preparation(place, model.config.image_size)
+    prepare = read_preprocessing(place, model.config.image_size)
     for first in range(0, len(files), batch):
         part = files[first : first + batch]
         sources = [BytesIO(sys.stdin.buffer.read()) if file == "-" else file for file in part]
-        pictures = [load_picture(source, prepare, n_channels=model.config.n_channels) for source in sources]
+        pictures = [load_image(source, prepare, n_channels=model.config.n_channels) for source in sources]
         yield part, torch.stack(pictures), None

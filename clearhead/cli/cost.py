@@ -78,7 +78,7 @@ def run(
     config = find_config(model, read_changes(change))
     if measure:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch loads: its profiler is chatty
-        from clearhead.cli.inputs import find_device
+        from clearhead.cli.arguments import find_device
 
         device = find_device(device)
     else:
@@ -86,7 +86,7 @@ def run(
     asked: dict[str, Any] = dict(batch=batch, length=length, source_length=source_length, mode=mode)
     asked |= dict(precision=precision or ("float32" if device == "cpu" else "bfloat16"), quantize=quantize)
     asked |= dict(optimizer=optimizer, checkpointing=checkpointing, shards=shards, parallel=parallel, device=device)
-    limits = tables.Limits.read(memory, rate, bandwidth)
+    limits = tables.DeviceSpec.read(memory, rate, bandwidth)
     if plot is not None:
         tables.draw(plot, model, config, asked, limits, measured=measure)
     elif measure:
@@ -143,7 +143,7 @@ def _read(path: Path) -> Config:
             raise ConfigError(f"{file} can not be read as JSON ({error}); is the path right?") from None
         if isinstance(values, dict) and "model_type" not in values:
             return Config.from_dict(values["model"] if "clearhead" in values else values)
-    from clearhead.checkpoint.loading import describe
+    from clearhead.checkpoint.loading import open_checkpoint
 
     # Other libraries' configs leave to the weights what they hold: these are looked at too.
-    return describe(file.parent if file.name == "config.json" else path).config
+    return open_checkpoint(file.parent if file.name == "config.json" else path).config

@@ -40,7 +40,7 @@ COLUMNS = {
 
 
 @dataclass(frozen=True)
-class Limits:
+class DeviceSpec:
     """What a device has."""
 
     memory: int
@@ -48,7 +48,7 @@ class Limits:
     bandwidth: float
 
     @classmethod
-    def read(cls, memory: str, rate: str, bandwidth: str) -> Limits:
+    def read(cls, memory: str, rate: str, bandwidth: str) -> DeviceSpec:
         return cls(parse_size(memory), parse_rate(rate), parse_rate(bandwidth, "B/s"))
 
 
@@ -80,7 +80,7 @@ def spell_bytes(n: int) -> str:
     return spell_count(n, "B")
 
 
-def show_forecast(name: str, config: Config, asked: dict[str, Any], limits: Limits) -> None:
+def show_forecast(name: str, config: Config, asked: dict[str, Any], limits: DeviceSpec) -> None:
     report, console = forecast(config, asked), wide_console()
     console.print(describe(name, config, asked) + "\n", highlight=False)
     shown = [field for field in COLUMNS if getattr(report, field)]
@@ -105,7 +105,7 @@ def show_forecast(name: str, config: Config, asked: dict[str, Any], limits: Limi
         console.print(f"note     {name} is made for {config.max_len:,} tokens", style="yellow", highlight=False)
 
 
-def _devices(config: Config, asked: dict[str, Any], limits: Limits) -> str:
+def _devices(config: Config, asked: dict[str, Any], limits: DeviceSpec) -> str:
     one = spell_bytes(limits.memory)
     if asked["shards"] > 1:
         peak = forecast(config, asked).peak_bytes
@@ -120,7 +120,7 @@ def _devices(config: Config, asked: dict[str, Any], limits: Limits) -> str:
     return f"memory   {needed:,} {'device' if needed == 1 else 'devices'} of {one} (--memory){how}"
 
 
-def _time(config: Config, report: Cost, asked: dict[str, Any], limits: Limits) -> str:
+def _time(config: Config, report: Cost, asked: dict[str, Any], limits: DeviceSpec) -> str:
     seconds = report.seconds(limits.rate, limits.bandwidth)
     at = check_lengths(config, asked["length"], asked["source_length"])
     tokens = asked["batch"] * asked["shards"] * (1 if asked["mode"] == "decode" else at.target + at.source)
@@ -189,7 +189,7 @@ def _work(config: Config, asked: dict[str, Any]) -> Any:
     return Work(config=config, **{name: value for name, value in asked.items() if name not in ("shards", "parallel")})
 
 
-def draw(file: Path, name: str, config: Config, asked: dict[str, Any], limits: Limits, *, measured: bool) -> None:
+def draw(file: Path, name: str, config: Config, asked: dict[str, Any], limits: DeviceSpec, *, measured: bool) -> None:
     """Time and memory over the length: the forecast, and with `measured` what this machine took, with a + bT + cT^2 through it."""
     try:
         import matplotlib as mpl

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from clearhead.cli.inputs import Device, ModelName, find_device, find_model, follow, read_lines
+from clearhead.cli.arguments import Device, ModelName, find_device, find_model, follow, read_lines
 from clearhead.errors import InputError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def run(
 
 def find_limit(place: Path, model: Encoder) -> int:
     """The most tokens in a text: what the model was trained with, where its files say so, else its positions."""
-    from clearhead.checkpoint.files import read_json
+    from clearhead.checkpoint.weight_files import read_json
 
     told = place / "sentence_bert_config.json"
     limit = read_json(told).get("max_seq_length") if told.is_file() else None

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clearhead.cli.inputs import Device, ModelName, Quantize, find_device, find_model
+from clearhead.cli.arguments import Device, ModelName, Quantize, find_device, find_model
 from clearhead.errors import InputError
 
 if TYPE_CHECKING:
-    from clearhead.cli.display import Display
+    from clearhead.cli.training_display import Display
     from clearhead.config import Config
     from clearhead.training.recipe import Recipe
 
@@ -40,13 +40,13 @@ def run(
     device: Device = "auto",
 ) -> None:
     """Measure a model: perplexity and bits per byte of texts, BLEU and chrF of translations, accuracy of labels."""
-    from clearhead.checkpoint.loading import describe
-    from clearhead.cli.display import NAMES, PERCENT, Display, spell_metrics
+    from clearhead.checkpoint.loading import open_checkpoint
+    from clearhead.cli.training_display import NAMES, PERCENT, Display, spell_metrics
     from clearhead.training.evaluation import measure
     from clearhead.training.recipe import Recipe
 
     place = find_model(model)
-    config = describe(place).config
+    config = open_checkpoint(place).config
     task = find_task(config)
     if task == "translate" and not (source and target):
         raise InputError(f"{model!r} translates; give --source and --target; got files={files or []}")

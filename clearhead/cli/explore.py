@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from clearhead.cli.inputs import Device, ModelName, find_device, find_model, load_model
+from clearhead.cli.arguments import Device, ModelName, find_device, find_model, load_model
 from clearhead.errors import InputError, MissingExtraError
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
+from clearhead.cli.ablation_batches import AblationBatch, AblationInput, encode_sources, make_examples
 from clearhead.cli.console import wide_console
 from clearhead.cli.cost_tables import plain_table
-from clearhead.cli.explore_examples import Asked, Examples, encode_sources, make_examples
 from clearhead.config import Config
 from clearhead.costs.fit import spell_seconds
 from clearhead.errors import InputError, MissingExtraError
@@ -92,7 +92,7 @@ def print_ablation(
     from clearhead.inside import head_seconds
     from clearhead.inside.pruning import parameters_of_head
 
-    asked = Asked(text, target, heads, bleu)
+    asked = AblationInput(text, target, heads, bleu)
     _check(model, asked)
     tokenizer = load_tokenizer(place if place.is_dir() else place.parent)
     examples = make_examples(model, tokenizer, asked)
@@ -118,7 +118,7 @@ def print_ablation(
         _write(rows, form, base)
 
 
-def _check(model: Model, asked: Asked) -> None:
+def _check(model: Model, asked: AblationInput) -> None:
     from clearhead.models import EncoderDecoder
 
     if model.config.inputs != "tokens":
@@ -139,7 +139,7 @@ def _check(model: Model, asked: Asked) -> None:
         raise InputError("--bleu compares translations with --target; give a translator, texts and their targets")
 
 
-def run_sweeps(model: Model, examples: Sequence[Examples], heads: str) -> Sweep:
+def run_sweeps(model: Model, examples: Sequence[AblationBatch], heads: str) -> Sweep:
     """All batches as one, with a bar for the attentions done."""
     from clearhead.inside import sweep
     from clearhead.inside.sweeps import attentions_of
@@ -153,7 +153,7 @@ def run_sweeps(model: Model, examples: Sequence[Examples], heads: str) -> Sweep:
     return total
 
 
-def sweep_translations(model: Model, tokenizer: Tokenizer, asked: Asked) -> Sweep:
+def sweep_translations(model: Model, tokenizer: Tokenizer, asked: AblationInput) -> Sweep:
     """BLEU and chrF of what it writes, greedily, without each head."""
     from clearhead.generation import translate
     from clearhead.inside import sweep_by
@@ -199,7 +199,7 @@ def _write(rows: list[dict[str, Any]], form: Form, base: Mapping[str, float] | N
 
 
 def _show(
-    rows: list[dict[str, Any]], base: Mapping[str, float], n_targets: int, timed: Examples, config: Config
+    rows: list[dict[str, Any]], base: Mapping[str, float], n_targets: int, timed: AblationBatch, config: Config
 ) -> None:
     figures = [name for name in TITLES if name in base]
     console = wide_console()

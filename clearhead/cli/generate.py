@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from clearhead.cli.inputs import Device, ModelName, Quantize, find_device, find_model, load_model, read_text
+from clearhead.cli.arguments import Device, ModelName, Quantize, find_device, find_model, load_model, read_text
 from clearhead.errors import InputError
 
 if TYPE_CHECKING:
@@ -87,9 +87,9 @@ def run(
     grammar = make_grammar(decoder, tokenizer, regex=regex, json_schema=schema, choices=choice)
     options |= dict(max_new_tokens=max_new_tokens, seed=seed, stop=stops, truncate=truncate)
     options |= dict(scored=scores or alternatives > 0, alternatives=alternatives)
-    writer = Writer(decoder, tokenizer, options, grammar)
+    writer = TextWriter(decoder, tokenizer, options, grammar)
     if chat:
-        converse(writer, system)
+        run_chat(writer, system)
     else:
         writer.write(tokenizer.encode(text), shown="" if writer.scored else text)
 
@@ -106,7 +106,7 @@ def read_schema(given: str) -> str:
         raise InputError(f"--json-schema {given!r} is not JSON ({error}); correct the file") from None
 
 
-class Writer:
+class TextWriter:
     """Writes one text after another to standard output, and keeps to the same options."""
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, options: dict[str, Any], grammar: Grammar | None) -> None:
@@ -176,7 +176,7 @@ def sum_up(tokens: list[Token]) -> str:
     return f"{len(tokens)} tokens: log-probability {total:.4f}, perplexity {math.exp(-total / len(tokens)):.4f}"
 
 
-def converse(writer: Writer, system: str | None) -> None:
+def run_chat(writer: TextWriter, system: str | None) -> None:
     """Lines in, answers out, until the input ends. Ctrl-C ends an answer, and between answers the conversation."""
     messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
     asks = sys.stdin.isatty()

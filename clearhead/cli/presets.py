@@ -17,10 +17,10 @@ def run(
     family: Annotated[str | None, typer.Argument(help="Only this family's sizes, e.g. llama.")] = None,
 ) -> None:
     """Show every named size: name, family, shape, layers, width, heads, parameters."""
-    from clearhead.families import PAGES, preset, presets
+    from clearhead.families import FAMILIES, preset, presets
 
-    if family is not None and family not in PAGES:
-        raise ConfigError(f"there is no family {family!r}; {did_you_mean(family, PAGES)}")
+    if family is not None and family not in FAMILIES:
+        raise ConfigError(f"there is no family {family!r}; {did_you_mean(family, FAMILIES)}")
     configs = {name: preset(name) for name in presets()}
     table = preset_table({n: c for n, c in configs.items() if family in (None, c.family)})
     wide_console().print(table)

@@ -103,7 +103,7 @@ def with_start(recipe: Recipe, start: str | None, *, gentle: bool, lora: bool) -
     """
     from dataclasses import replace
 
-    from clearhead.cli.inputs import find_model
+    from clearhead.cli.arguments import find_model
 
     if start is None:
         return recipe
@@ -128,7 +128,7 @@ def read_lora(text: str) -> list[str]:
 
 def train_and_show(recipe: Recipe, out: Path | None, *, resume: bool = False) -> dict[str, float]:
     """Train, with a bar; say where the result is, or how to go on."""
-    from clearhead.cli.display import Display
+    from clearhead.cli.training_display import Display
     from clearhead.training import train
 
     with Display() as display:

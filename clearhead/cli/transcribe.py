@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from clearhead.cli.inputs import Device, ModelName, find_device, find_model, follow
+from clearhead.cli.arguments import Device, ModelName, find_device, find_model, follow
 from clearhead.errors import InputError
 
 AT_ONCE = 8  # windows

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from clearhead.cli.inputs import Device, ModelName, Quantize, find_device, find_model, follow, load_model, read_lines
+from clearhead.cli.arguments import Device, ModelName, Quantize, find_device, find_model, follow, load_model, read_lines
 from clearhead.errors import InputError
 
 if TYPE_CHECKING:

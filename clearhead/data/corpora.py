@@ -14,8 +14,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from clearhead.data.findings import Findings, Judge, Policy, Row
-from clearhead.data.formats import find_kind, read_lines, read_rows
+from clearhead.data.corpus_files import find_kind, read_lines, read_rows
+from clearhead.data.filters import Findings, Policy, TextFilter, TextRow
 from clearhead.errors import InputError, did_you_mean
 
 Documents = Literal["file", "line", "paragraph"]
@@ -26,7 +26,7 @@ _TEXT = {".txt", ".text", ".md", ".jsonl", ".csv", ".tsv", ".parquet"}  # what a
 _PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 
 
-class Piece(NamedTuple):
+class DocumentPart(NamedTuple):
     """A document, or a part of one: `ends` is True on its last."""
 
     text: str
@@ -77,43 +77,43 @@ def read_texts(
     documents: Documents = "file",
     policy: Policy | None = None,
     findings: Findings | None = None,
-) -> Iterator[Piece]:
+) -> Iterator[DocumentPart]:
     """Documents for a language model, in pieces of about 64,000 characters, cut at line ends where there are any.
 
     In text files `documents` says what one document is: the file, each line, or each paragraph (blank lines lie between). In
     tables each row is one.
     """
-    judge = Judge(policy, findings)
+    text_filter = TextFilter(policy, findings)
     for path in expand_files(files):
         if find_kind(path) == "text":
-            pieces = _join(_split_text(path, documents, judge))
+            pieces = _join(_split_text(path, documents, text_filter))
         else:
-            pieces = _join(_split_rows(_read_table([path], (column,), judge)))
+            pieces = _join(_split_rows(_read_table([path], (column,), text_filter)))
         first = next(pieces, None)
-        judge.findings.read["files"] += 1
+        text_filter.findings.read["files"] += 1
         if first is None or (first.ends and not first.text.strip()):
-            kept = judge.keep_empty("files", path)
+            kept = text_filter.keep_empty("files", path)
             if first is None or not kept:
                 continue
         yield first
         yield from pieces
 
 
-def _split_text(path: Path, documents: Documents, judge: Judge) -> Iterator[str | None]:
+def _split_text(path: Path, documents: Documents, text_filter: TextFilter) -> Iterator[str | None]:
     """Lines, or parts of long ones; None where a document ends."""
     number, starts, under_way = 0, True, False
-    for line in read_lines(path, judge.findings, PIECE):
+    for line in read_lines(path, text_filter.findings, PIECE):
         number += starts
-        judge.findings.read["lines"] += starts
+        text_filter.findings.read["lines"] += starts
         starts = line.endswith("\n")
-        text = judge.repair(line, "lines", path, number)
+        text = text_filter.repair(line, "lines", path, number)
         if text is None or (documents == "paragraph" and not text.strip()):
             if under_way and starts and documents != "file":
                 yield None
                 under_way = False
             continue
         begins = documents == "line" and not under_way
-        if begins and not text.strip() and not judge.keep_empty("lines", path, number):
+        if begins and not text.strip() and not text_filter.keep_empty("lines", path, number):
             continue
         under_way = True
         yield text.removesuffix("\n") if documents == "line" else text
@@ -124,7 +124,7 @@ def _split_text(path: Path, documents: Documents, judge: Judge) -> Iterator[str 
         yield None
 
 
-def _split_rows(rows: Iterable[Row]) -> Iterator[str | None]:
+def _split_rows(rows: Iterable[TextRow]) -> Iterator[str | None]:
     for row in rows:
         text = io.StringIO(row.values[0], newline="\n")
         while part := text.readline(PIECE):
@@ -132,13 +132,13 @@ def _split_rows(rows: Iterable[Row]) -> Iterator[str | None]:
         yield None
 
 
-def _join(parts: Iterable[str | None]) -> Iterator[Piece]:
+def _join(parts: Iterable[str | None]) -> Iterator[DocumentPart]:
     """Parts put together until they make a piece."""
     held: list[str] = []
     size = 0
     for part in parts:
         if part is None or (held and size + len(part) > PIECE):
-            yield Piece("".join(held), part is None)
+            yield DocumentPart("".join(held), part is None)
             held, size = [], 0
         if part is not None:
             held.append(part)
@@ -154,7 +154,7 @@ def read_pairs(
     findings: Findings | None = None,
 ) -> Iterator[tuple[str, str]]:
     """Source and target: line by line from two files (or two lists of files), or two columns of tables, if no target is given."""
-    for row in read_pair_rows(source_files, target_files, columns, Judge(policy, findings)):
+    for row in read_pair_rows(source_files, target_files, columns, TextFilter(policy, findings)):
         yield row.values[0], row.values[1]
 
 
@@ -166,15 +166,17 @@ def read_labelled(
     findings: Findings | None = None,
 ) -> Iterator[tuple[str, str]]:
     """Texts and their labels, two columns of tables."""
-    for row in read_labelled_rows(files, columns, Judge(policy, findings)):
+    for row in read_labelled_rows(files, columns, TextFilter(policy, findings)):
         yield row.values[0], row.values[1]
 
 
-def read_pair_rows(source_files: Names, target_files: Names, columns: tuple[str, str], judge: Judge) -> Iterator[Row]:
+def read_pair_rows(
+    source_files: Names, target_files: Names, columns: tuple[str, str], text_filter: TextFilter
+) -> Iterator[TextRow]:
     """`read_pairs`, with the places."""
     sources = expand_files(source_files)
     if not target_files:
-        yield from _read_table(sources, columns, judge)
+        yield from _read_table(sources, columns, text_filter)
         return
     targets = expand_files(target_files)
     if len(sources) != len(targets):
@@ -182,15 +184,15 @@ def read_pair_rows(source_files: Names, target_files: Names, columns: tuple[str,
             f"{len(sources)} source files and {len(targets)} target files make no pairs; give as many of each"
         )
     for source, target in zip(sources, targets, strict=True):
-        yield from _read_in_step(source, target, judge)
+        yield from _read_in_step(source, target, text_filter)
 
 
-def read_labelled_rows(files: Names, columns: tuple[str, str], judge: Judge) -> Iterator[Row]:
+def read_labelled_rows(files: Names, columns: tuple[str, str], text_filter: TextFilter) -> Iterator[TextRow]:
     """`read_labelled`, with the places."""
-    return _read_table(expand_files(files), columns, judge)
+    return _read_table(expand_files(files), columns, text_filter)
 
 
-def _read_in_step(source: Path, target: Path, judge: Judge) -> Iterator[Row]:
+def _read_in_step(source: Path, target: Path, text_filter: TextFilter) -> Iterator[TextRow]:
     for path in (source, target):
         if find_kind(path) != "text":
             raise InputError(
@@ -198,36 +200,38 @@ def _read_in_step(source: Path, target: Path, judge: Judge) -> Iterator[Row]:
             )
     alone, number, longer = 0, 0, source
     for number, (first, second) in enumerate(
-        zip_longest(read_lines(source, judge.findings), read_lines(target, judge.findings)), 1
+        zip_longest(read_lines(source, text_filter.findings), read_lines(target, text_filter.findings)), 1
     ):
-        judge.findings.read["pairs"] += 1
+        text_filter.findings.read["pairs"] += 1
         if first is None or second is None:
             alone, longer = alone + 1, target if first is None else source
             continue
         values = first.removesuffix("\n"), second.removesuffix("\n")
-        row = judge.judge(values, "pairs", (source, target), number)
+        row = text_filter.apply(values, "pairs", (source, target), number)
         if row is not None:
             yield row
-    if alone and judge.policy.unequal == "error":
+    if alone and text_filter.policy.unequal == "error":
         counts = (number, number - alone) if longer is source else (number - alone, number)
         raise InputError(
             f"{source} has {counts[0]:,} lines and {target} has {counts[1]:,}, so they do not pair line by line; "
             'align them, or choose unequal="cut" to stop at the end of the shorter'
         )
     if alone:
-        judge.findings.note("pairs", "dropped: the other file has ended", f"{longer.name}:{number - alone + 1}", alone)
+        text_filter.findings.note(
+            "pairs", "dropped: the other file has ended", f"{longer.name}:{number - alone + 1}", alone
+        )
 
 
-def _read_table(files: Sequence[Path], columns: Sequence[str], judge: Judge) -> Iterator[Row]:
+def _read_table(files: Sequence[Path], columns: Sequence[str], text_filter: TextFilter) -> Iterator[TextRow]:
     for path in files:
-        for number, values in read_rows(path, columns, judge.findings):
-            judge.findings.read["rows"] += 1
-            row = judge.judge(values, "rows", [path] * len(values), number)
+        for number, values in read_rows(path, columns, text_filter.findings):
+            text_filter.findings.read["rows"] += 1
+            row = text_filter.apply(values, "rows", [path] * len(values), number)
             if row is not None:
                 yield row
 
 
-def find_pictures(folder: str | os.PathLike[str], findings: Findings | None = None) -> list[tuple[Path, str]]:
+def find_images(folder: str | os.PathLike[str], findings: Findings | None = None) -> list[tuple[Path, str]]:
     """Pictures and their labels: one folder for each class, named as the class is, in alphabetical order."""
     findings, root = Findings() if findings is None else findings, Path(folder)
     classes = sorted(each for each in root.glob("*") if each.is_dir() and not each.name.startswith("."))

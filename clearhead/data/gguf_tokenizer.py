@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 
 from clearhead.data import tokenizer_parts as parts
 from clearhead.data.sentencepiece import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Piece, build_core
-from clearhead.data.tokenizers import Tokenizer
+from clearhead.data.tokenizer import Tokenizer
 from clearhead.errors import did_you_mean
 
 _STRING, _ARRAY = 8, 9
@@ -27,7 +27,7 @@ _ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "mask"
 
 
 def read_gguf(path: Path) -> Tokenizer:
-    with parts.reading(path, "a GGUF tokenizer"):
+    with parts.parse_errors(path, "a GGUF tokenizer"):
         meta = read_metadata(path)
         kind = meta.get("tokenizer.ggml.model")
         readers: dict[Any, Callable[[dict[str, Any]], Any]] = {"gpt2": _byte_level, "llama": _sentencepiece}

@@ -18,7 +18,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers
 
 from clearhead.data import tokenizer_parts as parts
-from clearhead.data.tokenizers import Tokenizer
+from clearhead.data.tokenizer import Tokenizer
 from clearhead.errors import CheckpointError
 
 # ModelProto.SentencePiece.Type, which GGUF took over as its token types.
@@ -79,7 +79,7 @@ def build_core(
 
 def read_sentencepiece(path: Path) -> Tokenizer:
     config = parts.read_json(path.parent / "tokenizer_config.json")
-    with parts.reading(path, "a SentencePiece model"):
+    with parts.parse_errors(path, "a SentencePiece model"):
         core, roles = parse_model(parts.read_bytes(path))
         # T5's sentinels are in no model file: <extra_id_0> is the last id, counted backwards.
         count = config.get("extra_ids", 0)
@@ -186,5 +186,5 @@ def read_marian(folder: Path) -> PairTokenizer:
             f"{folder} has separate vocabularies for source and target; only models with one shared vocab.json are read"
         )
     vocab = parts.read_vocab(folder / "vocab.json")
-    with parts.reading(folder, "Marian's source.spm, target.spm and vocab.json"):
+    with parts.parse_errors(folder, "Marian's source.spm, target.spm and vocab.json"):
         return PairTokenizer(parts.read_bytes(folder / "source.spm"), parts.read_bytes(folder / "target.spm"), vocab)

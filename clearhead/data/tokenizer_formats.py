@@ -15,7 +15,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from clearhead.data import sentencepiece as spm
 from clearhead.data import tokenizer_parts as parts
 from clearhead.data.gguf_tokenizer import read_gguf
-from clearhead.data.tokenizers import BYTE_PIECE, Tokenizer
+from clearhead.data.tokenizer import BYTE_PIECE, Tokenizer
 from clearhead.errors import CheckpointError
 
 # In the order of OpenAI's ids, which follow <|startoftranscript|>. large-v3 added the last one.
@@ -49,7 +49,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def read_tokenizer_json(path: Path) -> Tokenizer:
-    with parts.reading(path, "a tokenizer.json"):
+    with parts.parse_errors(path, "a tokenizer.json"):
         core = tokenizers.Tokenizer.from_str(parts.read_bytes(path).decode())
         # Some broken files only fail when they are first used.
         core.encode("a b")
@@ -67,7 +67,7 @@ def read_gpt2(vocab_path: Path) -> Tokenizer:
             "transformers.AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
         )
     vocab = parts.read_vocab(vocab_path)
-    with parts.reading(merges_path, "a list of merges, two pieces a line"):
+    with parts.parse_errors(merges_path, "a list of merges, two pieces a line"):
         lines = [line for line in parts.read_bytes(merges_path).decode().split("\n") if not line.startswith("#version")]
         core = parts.byte_level_bpe(vocab, [_two(line.rstrip("\r")) for line in lines if line], words)
         parts.add_special(core, ["<|endoftext|>"])
@@ -90,7 +90,7 @@ def _surround_whisper(core: tokenizers.Tokenizer) -> None:
 def read_vocab_txt(path: Path) -> Tokenizer:
     """One token a line: BERT's WordPiece, or ESM's letters."""
     config = parts.read_json(path.with_name("tokenizer_config.json"))
-    with parts.reading(path, "a list of tokens, one a line"):
+    with parts.parse_errors(path, "a list of tokens, one a line"):
         # Not splitlines: vocabularies hold characters that it takes for the end of a line.
         tokens = [line.rstrip("\r") for line in parts.read_bytes(path).decode().removesuffix("\n").split("\n")]
         vocab = {token: id for id, token in enumerate(tokens)}
@@ -125,7 +125,7 @@ def read_vocab_txt(path: Path) -> Tokenizer:
 
 def read_tiktoken(path: Path, languages: int = 99) -> Tokenizer:
     """OpenAI's Whisper files: base64 and rank a line. Whisper's special tokens follow; large-v3 has 100 languages."""
-    with parts.reading(path, "tiktoken ranks"):
+    with parts.parse_errors(path, "tiktoken ranks"):
         lines = [line.split() for line in parts.read_bytes(path).splitlines() if line.strip()]
         ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
         if sorted(ranks.values()) != list(range(len(lines))) or not lines:
@@ -143,7 +143,7 @@ def read_tiktoken(path: Path, languages: int = 99) -> Tokenizer:
 
 def read_llama2c(path: Path) -> Tokenizer:
     """llama2.c's tok*.bin: the longest token's length, then score, length and bytes of each. Spaces are spaces here."""
-    with parts.reading(path, "llama2.c's tokenizer (its file of weights ends in .bin too)"):
+    with parts.parse_errors(path, "llama2.c's tokenizer (its file of weights ends in .bin too)"):
         data = parts.read_bytes(path)
         (longest,) = struct.unpack_from("<i", data)
         pieces: list[spm.Piece] = []

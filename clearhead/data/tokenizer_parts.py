@@ -11,7 +11,7 @@ from typing import Any, cast
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from clearhead.data.tokenizers import ROLES, Tokenizer
+from clearhead.data.tokenizer import ROLES, Tokenizer
 from clearhead.errors import CheckpointError, ClearheadError, did_you_mean
 
 # Larger than any tokenizer file in use, small enough to read whole; a file above it is something else.
@@ -36,7 +36,7 @@ _WORDS = (
 
 
 @contextmanager
-def reading(path: Path, kind: str) -> Generator[None, None, None]:
+def parse_errors(path: Path, kind: str) -> Generator[None, None, None]:
     """Whatever a broken file makes a parser do becomes one CheckpointError."""
     try:
         yield
@@ -58,7 +58,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; an empty one where there is no such file."""
     if not path.is_file():
         return {}
-    with reading(path, "JSON"):
+    with parse_errors(path, "JSON"):
         found = json.loads(read_bytes(path))
         if not isinstance(found, dict):
             raise ValueError(f"{type(found).__name__} at the top, not an object")
@@ -67,7 +67,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_vocab(path: Path) -> dict[str, int]:
     vocab = read_json(path)
-    with reading(path, "a vocabulary, {token: id}"):
+    with parse_errors(path, "a vocabulary, {token: id}"):
         if not vocab or not all(type(id) is int and 0 <= id < 2**31 for id in vocab.values()):
             raise ValueError(f"{len(vocab)} entries, not all with a number from 0 on as id")
     return vocab
@@ -95,7 +95,7 @@ def finish(core: tokenizers.Tokenizer, folder: Path) -> Tokenizer:
         template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = template.get("default")
     if (own := folder / "chat_template.jinja").is_file():
-        with reading(own, "a UTF-8 chat template"):
+        with parse_errors(own, "a UTF-8 chat template"):
             template = read_bytes(own).decode()
     return Tokenizer(core, roles, template if isinstance(template, str) else None)
 
@@ -120,7 +120,7 @@ def add_special(core: tokenizers.Tokenizer, tokens: Iterable[str | None]) -> Non
 def add_listed(core: tokenizers.Tokenizer, folder: Path) -> None:
     """The tokens that added_tokens.json or tokenizer_config.json append to a vocabulary, each at the id listed."""
     listed: dict[int, AddedToken] = {}
-    with reading(folder, "a list of added tokens"):
+    with parse_errors(folder, "a list of added tokens"):
         for content, id in read_json(folder / "added_tokens.json").items():
             listed[int(id)] = AddedToken(content, normalized=False, special=True)
         for id, entry in read_json(folder / "tokenizer_config.json").get("added_tokens_decoder", {}).items():

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
+from clearhead.data.tokenizer import Tokenizer
 from clearhead.data.tokenizer_parts import CONVENTION, by_convention, byte_alphabet, surround
-from clearhead.data.tokenizers import Tokenizer
 from clearhead.errors import ConfigError, InputError, did_you_mean
 
 Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]

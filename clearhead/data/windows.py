@@ -12,8 +12,8 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clearhead.data.order import RowOrder, draw
-from clearhead.data.store import Column
+from clearhead.data.batch_order import RowOrder, draw
+from clearhead.data.token_store import Column
 from clearhead.errors import InputError
 
 

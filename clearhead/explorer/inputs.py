@@ -21,8 +21,8 @@ from torch import Tensor
 from clearhead.config import Config
 from clearhead.data import Tokenizer, load_tokenizer
 from clearhead.data.audio import HOP, RATE, load_audio, log_mel
-from clearhead.data.embedded import digits
-from clearhead.data.pictures import Preparation, read_picture, read_preparation
+from clearhead.data.builtin_datasets import digits
+from clearhead.data.images import ImagePreprocessing, read_image, read_preprocessing
 from clearhead.engine.request import Request, start_of
 from clearhead.errors import InputError, MissingExtraError
 from clearhead.generation.texts import piece_name
@@ -151,10 +151,10 @@ class Inputs:
     # Pictures.
 
     @cached_property
-    def _preparation(self) -> Preparation:
+    def _preparation(self) -> ImagePreprocessing:
         if self.place is not None and self.place.is_dir():
-            return read_preparation(self.place, self.config.image_size)
-        return Preparation(size=(self.config.image_size, self.config.image_size))
+            return read_preprocessing(self.place, self.config.image_size)
+        return ImagePreprocessing(size=(self.config.image_size, self.config.image_size))
 
     def _picture(self, text: str) -> Source:
         drawn: UInt8[np.ndarray, "c h w"] = self._find(text, self.sample_picture)
@@ -190,7 +190,7 @@ class Inputs:
             raise InputError(
                 f"a picture is a file of up to {PICTURE_BYTES:,} bytes; got {len(data):,}; make it smaller"
             )
-        drawn = read_picture(BytesIO(data), self._preparation, n_channels=self.config.n_channels)
+        drawn = read_image(BytesIO(data), self._preparation, n_channels=self.config.n_channels)
         size = self.config.image_size
         if drawn.shape[1:] != (size, size):
             raise InputError(f"this model takes pictures of {size} x {size}; got {drawn.shape[1:]}; resize it first")

@@ -1,16 +1,16 @@
-"""One page per family: what makes it that family, its published sizes, and how its checkpoints are read and written.
+"""One module per family: its fields, its published sizes, and the translation of its checkpoints.
 
-A page has
-    BASE, SIZES         the fields all its sizes share, and those of each
-    HF                  the `model_type`s of Hugging Face configs that it reads
-    read, write         their config.json -> our fields, and back; each refuses what the other side can not honour
-    NAMES               the table of checkpoint names (checkpoint/names.py says how it is read), or the config's function that
-                        makes it, where names depend on fields
-    PREFIX, HEADS       what stands before names in a model with a head, and the names it does not stand before
-    UNUSED, EXTRAS      patterns of keys that carry no weights, and of weights kept for saving but not computed with
-    added               only where a layout holds tensors that no model of ours has: makes them from the config
+A family module has
+    BASE, SIZES         the fields that all its sizes share, and the fields of each size
+    HF                  the `model_type`s of the Hugging Face configs that it reads
+    read, write         their config.json -> our fields, and back; each refuses what the other side can not express
+    NAMES               the table of tensor names (checkpoint/tensor_names.py describes it), or a function of the config that
+                        makes the table, where names depend on fields
+    PREFIX, HEADS       the prefix of tensor names in a model with a head, and the names that do not have it
+    UNUSED, EXTRAS      patterns of keys that hold no weights, and of weights that are kept for saving but not computed with
+    added               optional: tensors that the layout needs and our model does not have, made from the config
 
-Adding a family means adding a page and naming it in `PAGES`. May import: errors, config, layers, models.
+To add a family, add a module and name it in `FAMILIES`. May import: errors, config, layers, models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from clearhead.config import Config
 from clearhead.errors import ConfigError, did_you_mean
 from clearhead.families import bert, esm, gpt2, llama, marian, original, t5, vit, whisper
 
-PAGES = {
+FAMILIES = {
     "original": original,
     "gpt2": gpt2,
     "llama": llama,
@@ -34,19 +34,19 @@ PAGES = {
 }
 
 
-def page_of(model_type: str) -> str | None:
-    """The family that reads this `model_type`."""
-    return next((family for family, page in PAGES.items() if model_type in page.HF), None)
+def family_of(model_type: str) -> str | None:
+    """The name of the family that reads this `model_type`, if there is one."""
+    return next((name for name, family in FAMILIES.items() if model_type in family.HF), None)
 
 
 def presets() -> list[str]:
-    """Every named size, family by family."""
-    return [name for page in PAGES.values() for name in page.SIZES]
+    """The names of all sizes, family by family."""
+    return [name for family in FAMILIES.values() for name in family.SIZES]
 
 
 def preset(name: str, **changes: Any) -> Config:
     """The config of a named size, with any field changed: `preset("gpt2", n_layers=4)`."""
-    for family, page in PAGES.items():
-        if name in page.SIZES:
-            return Config.from_dict({"family": family, **page.BASE, **page.SIZES[name], **changes})
+    for family, module in FAMILIES.items():
+        if name in module.SIZES:
+            return Config.from_dict({"family": family, **module.BASE, **module.SIZES[name], **changes})
     raise ConfigError(f"there is no preset {name!r}; {did_you_mean(name, presets())}")

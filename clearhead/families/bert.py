@@ -11,8 +11,8 @@ from typing import Any
 
 from clearhead.config import Config
 from clearhead.errors import CheckpointError
-from clearhead.families.reading import (
-    Row,
+from clearhead.families.config_translation import (
+    NameRow,
     activation,
     both,
     labels,
@@ -129,12 +129,12 @@ def added(config: Config) -> dict[str, Any]:
     return {"cls.predictions.bias": torch.zeros(config.vocab_size)} if unused else {}
 
 
-def norm(theirs: str, ours: str) -> list[Row]:
+def norm(theirs: str, ours: str) -> list[NameRow]:
     """A norm's weight and bias, under the names of today and of TensorFlow's time."""
     return [*both(theirs, ours), (f"{theirs}.gamma", f"{ours}.weight"), (f"{theirs}.beta", f"{ours}.bias")]
 
 
-def names(config: Config) -> list[Row]:
+def names(config: Config) -> list[NameRow]:
     layer, block = "encoder.layer.{i}", "blocks.{i}"
     return [
         ("embeddings.word_embeddings.weight", "tokens.weight"),
@@ -154,7 +154,7 @@ def names(config: Config) -> list[Row]:
     ]
 
 
-def _token_head(config: Config) -> list[Row]:
+def _token_head(config: Config) -> list[NameRow]:
     """A tied head's bias stands beside the decoder, an untied one's in it; what stands beside it then is not used."""
     return [
         *both("cls.predictions.transform.dense", "head.dense"),

@@ -12,7 +12,16 @@ from typing import Any
 from clearhead.config import Config
 from clearhead.errors import CheckpointError
 from clearhead.families.bert import norm
-from clearhead.families.reading import Keys, Row, both, labels, refuse, refuse_to_write, take, write_labels
+from clearhead.families.config_translation import (
+    Keys,
+    NameRow,
+    both,
+    labels,
+    refuse,
+    refuse_to_write,
+    take,
+    write_labels,
+)
 
 BASE: dict[str, Any] = dict(
     shape="encoder",
@@ -154,7 +163,7 @@ def added(config: Config) -> dict[str, Any]:
 
 
 CLASS_HEAD = [*both("classifier.dense", "pool.dense"), *both("classifier.out_proj", "head")]
-TOKEN_HEAD: list[Row] = [
+TOKEN_HEAD: list[NameRow] = [
     *both("pooler.dense", "pool.dense"),
     *both("lm_head.dense", "head.dense"),
     *both("lm_head.layer_norm", "head.norm"),
@@ -163,7 +172,7 @@ TOKEN_HEAD: list[Row] = [
 ]
 
 
-def names(config: Config) -> list[Row]:
+def names(config: Config) -> list[NameRow]:
     layer, block = "encoder.layer.{i}", "blocks.{i}"
     return [
         ("embeddings.word_embeddings.weight", "tokens.weight"),

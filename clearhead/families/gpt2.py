@@ -10,7 +10,15 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from clearhead.config import Config
-from clearhead.families.reading import Row, activation, both, refuse, refuse_to_write, take, write_activation
+from clearhead.families.config_translation import (
+    NameRow,
+    activation,
+    both,
+    refuse,
+    refuse_to_write,
+    take,
+    write_activation,
+)
 
 BASE: dict[str, Any] = dict(
     shape="decoder",
@@ -99,7 +107,7 @@ def _qkv(kind: str) -> tuple[str, ...]:
     return tuple(f"blocks.{{i}}.attention.{part}_proj.{kind}" for part in "qkv")
 
 
-NAMES: list[Row] = [  # matrices are stored transposed
+NAMES: list[NameRow] = [  # matrices are stored transposed
     ("wte.weight", "tokens.weight"),
     ("wpe.weight", "positions.weight"),
     *both("h.{i}.ln_1", "blocks.{i}.attention_norm"),

@@ -10,7 +10,15 @@ from typing import Any
 
 from clearhead.config import Config
 from clearhead.errors import CheckpointError
-from clearhead.families.reading import Row, activation, both, refuse, refuse_to_write, take, write_activation
+from clearhead.families.config_translation import (
+    NameRow,
+    activation,
+    both,
+    refuse,
+    refuse_to_write,
+    take,
+    write_activation,
+)
 
 BASE: dict[str, Any] = dict(
     shape="decoder",
@@ -208,7 +216,7 @@ def write(config: Config) -> dict[str, Any]:
     return theirs
 
 
-NAMES: list[Row] = [
+NAMES: list[NameRow] = [
     ("embed_tokens.weight", "tokens.weight"),
     ("layers.{i}.input_layernorm.weight", "blocks.{i}.attention_norm.weight"),
     *both("layers.{i}.self_attn.q_proj", "blocks.{i}.attention.q_proj"),

@@ -10,7 +10,16 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from clearhead.config import Config
-from clearhead.families.reading import Row, activation, both, refuse, refuse_to_write, same, take, write_activation
+from clearhead.families.config_translation import (
+    NameRow,
+    activation,
+    both,
+    refuse,
+    refuse_to_write,
+    same,
+    take,
+    write_activation,
+)
 
 BASE: dict[str, Any] = dict(
     shape="encoder-decoder",
@@ -96,12 +105,12 @@ def write(config: Config) -> dict[str, Any]:
     )
 
 
-def _attention(theirs: str, ours: str) -> list[Row]:
+def _attention(theirs: str, ours: str) -> list[NameRow]:
     parts = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "out_proj": "o_proj"}
     return [row for part, name in parts.items() for row in both(f"{theirs}.{part}", f"{ours}.{name}")]
 
 
-def _layers(stack: str) -> list[Row]:
+def _layers(stack: str) -> list[NameRow]:
     theirs, ours = f"{stack}.layers.{{i}}", f"{stack}.blocks.{{i}}"
     return [
         *_attention(f"{theirs}.self_attn", f"{ours}.attention"),
@@ -114,10 +123,10 @@ def _layers(stack: str) -> list[Row]:
     ]
 
 
-LAYERS: list[Row] = [*_layers("encoder"), *_layers("decoder")]  # Whisper's too
+LAYERS: list[NameRow] = [*_layers("encoder"), *_layers("decoder")]  # Whisper's too
 
 
-def names(config: Config) -> list[Row]:
+def names(config: Config) -> list[NameRow]:
     source = "source.weight" if config.source_vocab_size else "tokens.weight"
     return [
         *([] if config.source_vocab_size else [("shared.weight", "tokens.weight")]),

@@ -16,7 +16,7 @@ from typing import Any
 
 from clearhead.config import Config
 from clearhead.families import marian
-from clearhead.families.reading import Row
+from clearhead.families.config_translation import NameRow
 
 BASE: dict[str, Any] = dict(
     shape="encoder-decoder",
@@ -56,13 +56,13 @@ def write(config: Config) -> dict[str, Any]:
     return marian.write(replace(config, sinusoid_halves=True))
 
 
-def names(config: Config) -> list[Row]:
+def names(config: Config) -> list[NameRow]:
     """Marian's table; where the model alternates sines and cosines, with each tensor's side of the stream in halves."""
     rows = marian.names(config)
     return rows if config.sinusoid_halves else [_in_halves(row) for row in rows]
 
 
-def _in_halves(row: Row) -> Row:
+def _in_halves(row: NameRow) -> NameRow:
     theirs, ours = row[:2]
     assert isinstance(ours, str)
     if ours.endswith(READS_STREAM):

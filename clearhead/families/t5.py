@@ -11,7 +11,7 @@ from typing import Any
 
 from clearhead.config import Config
 from clearhead.errors import CheckpointError
-from clearhead.families.reading import Row, activation, refuse, refuse_to_write, take, write_activation
+from clearhead.families.config_translation import NameRow, activation, refuse, refuse_to_write, take, write_activation
 
 BASE: dict[str, Any] = dict(
     shape="encoder-decoder",
@@ -130,7 +130,7 @@ def write(config: Config) -> dict[str, Any]:
     )
 
 
-def _layers(config: Config, stack: str) -> list[Row]:
+def _layers(config: Config, stack: str) -> list[NameRow]:
     theirs, ours = f"{stack}.block.{{i}}.layer", f"{stack}." if config.shape == "encoder-decoder" else ""
     block, last = f"{ours}blocks.{{i}}", 2 if stack == "decoder" else 1
     steps = [(0, "SelfAttention", "attention")] + ([(1, "EncDecAttention", "cross")] if last == 2 else [])
@@ -153,7 +153,7 @@ def _layers(config: Config, stack: str) -> list[Row]:
     ]
 
 
-def names(config: Config) -> list[Row]:
+def names(config: Config) -> list[NameRow]:
     return [
         ("shared.weight", "tokens.weight"),
         ("encoder.embed_tokens.weight", "tokens.weight"),

@@ -10,8 +10,8 @@ from typing import Any
 
 from clearhead.config import Config
 from clearhead.errors import CheckpointError
-from clearhead.families.reading import (
-    Row,
+from clearhead.families.config_translation import (
+    NameRow,
     activation,
     both,
     labels,
@@ -121,7 +121,7 @@ def write(config: Config) -> dict[str, Any]:
     )
 
 
-NAMES: list[Row] = [
+NAMES: list[NameRow] = [
     ("embeddings.cls_token", "tokens.class_token", "rows"),
     ("embeddings.position_embeddings", "positions.weight", "row"),
     *both("embeddings.patch_embeddings.projection", "tokens.projection"),

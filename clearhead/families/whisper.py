@@ -9,8 +9,17 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from clearhead.config import Config
+from clearhead.families.config_translation import (
+    NameRow,
+    activation,
+    both,
+    refuse,
+    refuse_to_write,
+    same,
+    take,
+    write_activation,
+)
 from clearhead.families.marian import LAYERS
-from clearhead.families.reading import Row, activation, both, refuse, refuse_to_write, same, take, write_activation
 
 BASE: dict[str, Any] = dict(
     shape="encoder-decoder",
@@ -94,7 +103,7 @@ def write(config: Config) -> dict[str, Any]:
     )
 
 
-NAMES: list[Row] = [
+NAMES: list[NameRow] = [
     ("decoder.embed_tokens.weight", "tokens.weight"),
     *both("encoder.conv1", "source.conv1"),
     *both("encoder.conv2", "source.conv2"),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Literal
 
-from clearhead.data.tokenizers import BYTE_PIECE, Tokenizer
+from clearhead.data.tokenizer import BYTE_PIECE, Tokenizer
 from clearhead.engine.batches import check_least, check_shape
 from clearhead.engine.engine import Engine
 from clearhead.engine.request import Request, Ticket, Token, n_source

@@ -38,7 +38,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from clearhead.data.tokenizers import Tokenizer
+from clearhead.data.tokenizer import Tokenizer
 from clearhead.engine.batches import evaluating
 from clearhead.engine.request import Ticket, start_of
 from clearhead.errors import InputError

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from clearhead.data.tokenizers import Tokenizer
+from clearhead.data.tokenizer import Tokenizer
 from clearhead.errors import InputError
 from clearhead.sampling.json_schema import is_endless, spelled_texts
 from clearhead.sampling.vocabulary import library, literal, vocabulary_of

@@ -6,8 +6,8 @@ import json
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from clearhead.data.tokenizer import BYTE_PIECE, Tokenizer
 from clearhead.data.tokenizer_parts import byte_alphabet
-from clearhead.data.tokenizers import BYTE_PIECE, Tokenizer
 from clearhead.errors import InputError, MissingExtraError
 
 # The decoders under which a token is the same bytes wherever it stands, but for the first space of a text.

@@ -6,8 +6,8 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from clearhead.data.builtin_datasets import standard_library
 from clearhead.data.dates import split_dates
-from clearhead.data.embedded import standard_library
 from clearhead.training.recipe import Recipe
 
 

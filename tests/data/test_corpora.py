@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clearhead.data import Findings, Policy, expand_files, find_pictures, read_labelled, read_pairs, read_texts
+from clearhead.data import Findings, Policy, expand_files, find_images, read_labelled, read_pairs, read_texts
 from clearhead.data.corpora import PIECE
 from clearhead.errors import ConfigError, InputError, MissingExtraError
 
@@ -277,12 +277,12 @@ def test_policies_are_checked() -> None:
 
 def test_find_pictures(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"holds 0 folders, .* one folder for each class"):
-        find_pictures(tmp_path)
+        find_images(tmp_path)
     for name in ("dog/b.png", "dog/a.JPG", "cat/c.png", "cat/notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path / name, "")
     findings = Findings()
-    assert find_pictures(tmp_path, findings) == [
+    assert find_images(tmp_path, findings) == [
         (tmp_path / "cat/c.png", "cat"),
         (tmp_path / "dog/a.JPG", "dog"),
         (tmp_path / "dog/b.png", "dog"),
@@ -290,4 +290,4 @@ def test_find_pictures(tmp_path: Path) -> None:
     assert findings.lines() == ["1 of 4 files left out: no picture by their name (cat/notes.txt)"]
     (tmp_path / "bird").mkdir()
     with pytest.raises(InputError, match=r"bird holds no picture"):
-        find_pictures(tmp_path)
+        find_images(tmp_path)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clearhead.data import Column, StoreWriter, Windows, split_stream
-from clearhead.data.store import Store
+from clearhead.data.token_store import Store
 from clearhead.errors import InputError
 
 

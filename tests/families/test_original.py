@@ -179,11 +179,13 @@ def test_refused_to_write(change: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_published_sizes_can_be_written() -> None:
-    from clearhead.families import PAGES
+    from clearhead.families import FAMILIES
 
     for name in ("transformer-base", "transformer-big"):
-        assert PAGES["original"].write(ch.preset(name))["d_model"] == ch.preset(name).d_model
+        assert FAMILIES["original"].write(ch.preset(name))["d_model"] == ch.preset(name).d_model
         assert (
-            PAGES["original"].write(replace(ch.preset(name), source_vocab_size=7, tie_embeddings=False))["vocab_size"]
+            FAMILIES["original"].write(replace(ch.preset(name), source_vocab_size=7, tie_embeddings=False))[
+                "vocab_size"
+            ]
             == 7
         )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.families import PAGES
+from clearhead.families import FAMILIES as FAMILY_MODULES
 from clearhead.layers.attention import MultiHeadAttention
 from clearhead.layers.embedding import TokenEmbedding
 from clearhead.models import Model
@@ -23,7 +23,7 @@ OWN = {
     "whisper": dict(max_source_len=29, n_mels=5),
 }
 
-FAMILIES = list(PAGES)
+FAMILIES = list(FAMILY_MODULES)
 
 # One more of a family where a size of its own takes a path that the first does not.
 VARIANTS = {
@@ -40,7 +40,7 @@ EVERY = [*FAMILIES, *VARIANTS]
 
 def tiny_config(name: str, **changes: object) -> ch.Config:
     """A family's first published size, or a variant's, with everything small that can be small."""
-    first, own = VARIANTS[name] if name in VARIANTS else (next(iter(PAGES[name].SIZES)), OWN.get(name, {}))
+    first, own = VARIANTS[name] if name in VARIANTS else (next(iter(FAMILY_MODULES[name].SIZES)), OWN.get(name, {}))
     return ch.preset(first, **SIZES | own | changes)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from clearhead.data.builtin_datasets import standard_library
 from clearhead.data.dates import DatePair
-from clearhead.data.embedded import standard_library
 from clearhead.training import embedded
 from clearhead.training.recipe import Data, Recipe, find_recipe
 

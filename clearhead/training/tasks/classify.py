@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clearhead.checkpoint.loading import describe
+from clearhead.checkpoint.loading import open_checkpoint
 from clearhead.config import Config, Generation
-from clearhead.data.corpora import find_pictures, read_labelled
-from clearhead.data.embedded import digits, held_out_fifth
-from clearhead.data.order import RowOrder, TokenOrder, held_out, in_order, padding_waste
-from clearhead.data.preparing import prepare_labelled
-from clearhead.data.preparing_pictures import prepare_arrays, prepare_pictures
-from clearhead.data.store import Store
+from clearhead.data.batch_order import RowOrder, TokenOrder, held_out, in_order, padding_waste
+from clearhead.data.builtin_datasets import digits, held_out_fifth
+from clearhead.data.corpora import find_images, read_labelled
+from clearhead.data.image_preparation import prepare_arrays, prepare_images
+from clearhead.data.text_preparation import prepare_labelled
+from clearhead.data.token_store import Store
 from clearhead.errors import InputError
 from clearhead.families import preset
 from clearhead.models import Encoder, Model
@@ -37,7 +37,7 @@ def are_pictures(recipe: Recipe) -> bool:
 def known_config(recipe: Recipe) -> Any:
     """The config a recipe starts from: a checkpoint's, a preset's, or the fields' defaults."""
     if "from" in recipe.model:
-        return describe(Path(recipe.model["from"])).config
+        return open_checkpoint(Path(recipe.model["from"])).config
     return preset(recipe.model["preset"]) if "preset" in recipe.model else Config
 
 
@@ -225,9 +225,9 @@ class PictureClasses(Classes):
             def prepare(name: str, folder: str, labels: list[str] | None) -> Store:
                 return corpus.store(
                     name,
-                    lambda place: prepare_pictures(
+                    lambda place: prepare_images(
                         place,
-                        find_pictures(Path(folder)),
+                        find_images(Path(folder)),
                         size,
                         channels,
                         labels=labels,
@@ -241,7 +241,7 @@ class PictureClasses(Classes):
 
             self.store = prepare("pictures", d.files[0], given_labels(self.recipe))
             self._split(prepare("valid", d.valid[0], self.labels) if d.valid else None)
-        # What a picture goes through later must be what it went through here (see prepare_pictures).
+        # What a picture goes through later must be what it went through here (see prepare_images).
         middle = dict(height=size, width=size)
         told = dict(
             size=dict(shortest_edge=size), do_center_crop=True, crop_size=middle, image_mean=[0.5], image_std=[0.5]

@@ -12,8 +12,8 @@ from pathlib import Path
 from tokenizers import normalizers
 
 from clearhead.data import Tokenizer, load_tokenizer, train_tokenizer
-from clearhead.data.findings import Policy
-from clearhead.data.store import Store
+from clearhead.data.filters import Policy
+from clearhead.data.token_store import Store
 from clearhead.errors import ConfigError, InputError
 from clearhead.training.embedded import unpack
 from clearhead.training.recipe import Recipe

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from clearhead.config import Generation
 from clearhead.data.corpora import read_texts
-from clearhead.data.preparing import prepare_texts
-from clearhead.data.store import Store
+from clearhead.data.text_preparation import prepare_texts
+from clearhead.data.token_store import Store
 from clearhead.data.windows import Windows, split_stream
 from clearhead.generation import generate
 from clearhead.inside import probe

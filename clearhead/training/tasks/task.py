@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from clearhead.config import Generation
 from clearhead.data import Tokenizer
-from clearhead.data.order import RowOrder, TokenOrder
+from clearhead.data.batch_order import RowOrder, TokenOrder
 from clearhead.layers.linear import Packed
 from clearhead.models import Model
 from clearhead.training.losses import IGNORED, cross_entropy

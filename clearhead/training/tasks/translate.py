@@ -10,10 +10,10 @@ import torch
 
 from clearhead.config import Generation
 from clearhead.data import Tokenizer
+from clearhead.data.batch_order import PackedOrder, TokenOrder, held_out, in_order, padding_waste
 from clearhead.data.corpora import read_pairs
-from clearhead.data.order import PackedOrder, TokenOrder, held_out, in_order, padding_waste
-from clearhead.data.preparing import prepare_pairs
-from clearhead.data.store import Store
+from clearhead.data.text_preparation import prepare_pairs
+from clearhead.data.token_store import Store
 from clearhead.errors import ConfigError
 from clearhead.generation import translate
 from clearhead.inside import probe

@@ -64,7 +64,7 @@ class Findings:
         return sentences
 
 
-class Row(NamedTuple):
+class TextRow(NamedTuple):
     """The columns of one row, the file that each is from, and the line."""
 
     values: tuple[str, ...]
@@ -75,14 +75,14 @@ class Row(NamedTuple):
         return f"{self.paths[column]}:{self.number}"
 
 
-class Judge:
+class TextFilter:
     """Applies a policy, and writes down what it did. A place is a file, and a line or row of it."""
 
     def __init__(self, policy: Policy | None = None, findings: Findings | None = None) -> None:
         self.policy = Policy() if policy is None else policy
         self.findings = Findings() if findings is None else findings
 
-    def judge(self, values: Sequence[str], unit: str, paths: Sequence[Path], number: int) -> Row | None:
+    def apply(self, values: Sequence[str], unit: str, paths: Sequence[Path], number: int) -> TextRow | None:
         """A row as it may be used, or None where it is dropped."""
         kept: list[str] = []
         for value, path in zip(values, paths, strict=True):
@@ -90,7 +90,7 @@ class Judge:
             if text is None or (not text.strip() and not self.keep_empty(unit, path, number)):
                 return None
             kept.append(text)
-        return Row(tuple(kept), paths, number)
+        return TextRow(tuple(kept), paths, number)
 
     def repair(self, text: str, unit: str, path: Path, number: int) -> str | None:
         """The text without what is no Unicode, or None where it is dropped."""

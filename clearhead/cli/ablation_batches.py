@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clearhead.cli.inputs import read_lines
+from clearhead.cli.arguments import read_lines
 from clearhead.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ MASKED = 16  # places of a text that an encoder has to guess
 
 
 @dataclass(frozen=True)
-class Examples:
+class AblationBatch:
     """Rows of like length: what a model is called with, and what it should say."""
 
     inputs: tuple[Tensor, ...]
@@ -30,7 +30,7 @@ class Examples:
 
 
 @dataclass(frozen=True)
-class Asked:
+class AblationInput:
     """What `--ablate` was asked: a text or a file of texts, what a translator should write, and which heads."""
 
     text: str
@@ -56,7 +56,7 @@ class Asked:
         return [line for line in read_lines(given) if line.strip()] if is_file else [given]
 
 
-def make_examples(model: Model, tokenizer: Tokenizer, asked: Asked) -> list[Examples]:
+def make_examples(model: Model, tokenizer: Tokenizer, asked: AblationInput) -> list[AblationBatch]:
     """What is read and what should be said: the next token; of an encoder the hidden ones, or the class it names itself."""
     from clearhead.models import Encoder, EncoderDecoder
 
@@ -96,11 +96,11 @@ def _hidden(ids: list[int], mask: int, special: set[int]) -> list[Row]:
     ]
 
 
-def _choose(model: Model, some: Examples) -> Examples:
+def _choose(model: Model, some: AblationBatch) -> AblationBatch:
     import torch
 
     with torch.no_grad():
-        return Examples(some.inputs, model(*some.inputs, **some.options).argmax(-1), some.options)
+        return AblationBatch(some.inputs, model(*some.inputs, **some.options).argmax(-1), some.options)
 
 
 def encode_sources(model: Model, tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
@@ -110,7 +110,7 @@ def encode_sources(model: Model, tokenizer: Tokenizer, texts: Sequence[str]) -> 
     return [encode(tokenizer, text, number, limit, cut=False) for number, text in enumerate(texts, 1)]
 
 
-def _pairs(model: EncoderDecoder, tokenizer: Tokenizer, asked: Asked) -> list[Examples]:
+def _pairs(model: EncoderDecoder, tokenizer: Tokenizer, asked: AblationInput) -> list[AblationBatch]:
     """A source, and a target read one place late; where none is given, the one the model writes."""
     from clearhead.generation import translate
 
@@ -136,7 +136,7 @@ def _pairs(model: EncoderDecoder, tokenizer: Tokenizer, asked: Asked) -> list[Ex
     return _batches(model, rows)
 
 
-def _batches(model: Model, rows: list[Row]) -> list[Examples]:
+def _batches(model: Model, rows: list[Row]) -> list[AblationBatch]:
     """Rows of like length together, filled up on the right. A mask is given where there is something to hide."""
     import torch
 
@@ -154,10 +154,10 @@ def _batches(model: Model, rows: list[Row]) -> list[Examples]:
         width = max(map(len, parts))
         return torch.tensor([[*part, *[value] * (width - len(part))] for part in parts], device=device)
 
-    found: list[Examples] = []
+    found: list[AblationBatch] = []
     for group in groups:
         inputs = tuple(fill(parts, 0) for parts in zip(*(row[0] for row in group), strict=True))
         real = fill([[1] * len(row[0][0]) for row in group], 0).bool()
         options = {} if bool(real.all()) else {"mask": real}
-        found.append(Examples(inputs, fill([row[1] for row in group], -100), options))
+        found.append(AblationBatch(inputs, fill([row[1] for row in group], -100), options))
     return found

@@ -11,7 +11,7 @@ from typing import Any
 from clearhead.config import Config
 from clearhead.errors import CheckpointError, did_you_mean
 
-Row = tuple[str, str | tuple[str, ...]] | tuple[str, str | tuple[str, ...], str]
+NameRow = tuple[str, str | tuple[str, ...]] | tuple[str, str | tuple[str, ...], str]
 
 ACTIVATIONS = {
     "relu": "relu",
@@ -61,7 +61,7 @@ class Keys(dict[str, str]):
         return self._read(self[name])
 
 
-def both(theirs: str, ours: str) -> list[Row]:
+def both(theirs: str, ours: str) -> list[NameRow]:
     """The two rows of a layer with a weight and a bias."""
     return [(f"{theirs}.weight", f"{ours}.weight"), (f"{theirs}.bias", f"{ours}.bias")]
 

@@ -15,7 +15,7 @@ import torch
 
 import clearhead as ch
 from clearhead.checkpoint import load, save
-from clearhead.checkpoint.files import open_weights, write_safetensors
+from clearhead.checkpoint.weight_files import open_weights, write_safetensors
 from clearhead.config import Generation
 from clearhead.errors import CheckpointError
 
@@ -256,7 +256,7 @@ def test_a_file_system_that_can_not_map(tmp_path: Path, monkeypatch: pytest.Monk
 
     model = tiny("gpt2")
     save(model, tmp_path / "x", shard_bytes=2000)
-    monkeypatch.setattr("clearhead.checkpoint.files.mmap.mmap", refuse)
+    monkeypatch.setattr("clearhead.checkpoint.weight_files.mmap.mmap", refuse)
     assert same(model, load(tmp_path / "x"))
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from clearhead.data.findings import Findings
+from clearhead.data.filters import Findings
 from clearhead.errors import InputError, MissingExtraError, did_you_mean
 
 Rows = Iterator[tuple[int, list[str]]]  # the number of the line or row, counted from 1, and the columns asked for

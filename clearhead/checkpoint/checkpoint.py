@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clearhead.checkpoint.files import Weights
-from clearhead.checkpoint.names import Match
+from clearhead.checkpoint.tensor_names import Match
+from clearhead.checkpoint.weight_files import Weights
 from clearhead.config import Config, Generation
 from clearhead.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True)
-class Found:
+class Checkpoint:
     """A checkpoint, described: what to build, where its weights are, and which is which."""
 
     config: Config
@@ -26,7 +26,7 @@ class Found:
     extras: tuple[str, ...] = ()  # patterns of keys that are kept for saving, but not computed with
 
 
-def config_of(path: Path, fields: Mapping[str, Any], weights: Weights) -> Config:
+def make_config(path: Path, fields: Mapping[str, Any], weights: Weights) -> Config:
     """The config of the fields that a file gave; ones that can not be built are the file's fault."""
     try:
         config = Config.from_dict(dict(fields))

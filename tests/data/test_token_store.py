@@ -129,7 +129,7 @@ def test_a_failure_leaves_the_old_store(tmp_path: Path) -> None:
 def test_a_kill_leaves_nothing_half(tmp_path: Path) -> None:
     script = """
 import os, signal, sys, numpy as np
-from clearhead.data.store import StoreWriter
+from clearhead.data.token_store import StoreWriter
 with StoreWriter(sys.argv[1], {"text": np.uint16}) as writer:
     writer.add(text=[1] * 100_003)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -191,7 +191,7 @@ def test_prepare_in_many_batches(tmp_path: Path, tokenizer: Tokenizer, monkeypat
     """How much is tokenised at once changes nothing."""
     file = write(tmp_path / "a.txt", "\n".join(f"line {i}" for i in range(101)))
     whole = prepare_texts(tmp_path / "whole", file, tokenizer, documents="line")
-    monkeypatch.setattr("clearhead.data.work.AT_ONCE", 13)
+    monkeypatch.setattr("clearhead.data.preparation.AT_ONCE", 13)
     parts = prepare_texts(tmp_path / "parts", file, tokenizer, documents="line")
     assert parts.info["fingerprint"] == whole.info["fingerprint"]
     assert np.array_equal(parts["text"].flat, whole["text"].flat)
@@ -199,7 +199,7 @@ def test_prepare_in_many_batches(tmp_path: Path, tokenizer: Tokenizer, monkeypat
 
 
 def test_preparing_needs_little_memory(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clearhead.data.work.AT_ONCE", 2**17)
+    monkeypatch.setattr("clearhead.data.preparation.AT_ONCE", 2**17)
     file = write(tmp_path / "a.txt", ("some words in a line, " * 50 + "\n") * 1500)
     tracemalloc.start()
     store = prepare_texts(tmp_path / "s", file, tokenizer)
@@ -214,7 +214,9 @@ def test_a_store_is_made_once(tmp_path: Path, tokenizer: Tokenizer, monkeypatch:
     file, folder = write(tmp_path / "a.txt", "one\ntwo\n"), tmp_path / "s"
     first = prepare_texts(folder, file, tokenizer).info["fingerprint"]
     with monkeypatch.context() as patch:
-        patch.setattr("clearhead.data.preparing.read_texts", lambda *_, **__: pytest.fail("the text was read again"))
+        patch.setattr(
+            "clearhead.data.text_preparation.read_texts", lambda *_, **__: pytest.fail("the text was read again")
+        )
         assert prepare_texts(folder, file, tokenizer).info["fingerprint"] == first
     prints = {first}
     other = train_tokenizer(kind="bytes", special=("<unk>", "</s>"))

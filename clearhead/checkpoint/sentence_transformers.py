@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from clearhead.checkpoint.files import parse_json, read_json
+from clearhead.checkpoint.weight_files import parse_json, read_json
 from clearhead.errors import CheckpointError
 
 PACKAGE = "sentence_transformers.models."

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 
 from clearhead.data.corpora import PIECE, Documents, Names, expand_files, read_labelled_rows, read_pair_rows, read_texts
-from clearhead.data.findings import Policy
-from clearhead.data.store import Store, StoreWriter
-from clearhead.data.tokenizers import Tokenizer
-from clearhead.data.work import Labels, Place, Progress, Work, in_batches
+from clearhead.data.filters import Policy
+from clearhead.data.preparation import Folder, Labels, Preparation, Progress, in_batches
+from clearhead.data.token_store import Store, StoreWriter
+from clearhead.data.tokenizer import Tokenizer
 from clearhead.errors import InputError
 
 
 def prepare_texts(
-    folder: Place,
+    folder: Folder,
     files: Names,
     tokenizer: Tokenizer,
     *,
@@ -34,27 +34,33 @@ def prepare_texts(
 
     A long document is tokenised in pieces, cut at line ends (see `read_texts`): at a cut, no token spans two lines.
     """
-    work = Work(folder, expand_files(files), policy, progress, ["texts", column, documents, lowercase], tokenizer)
-    if work.is_done():
+    preparation = Preparation(
+        folder, expand_files(files), policy, progress, ["texts", column, documents, lowercase], tokenizer
+    )
+    if preparation.is_done():
         return Store(folder)
     ending = [] if tokenizer.eos is None else [tokenizer.eos]
-    judge, n_bytes = work.judge, 0
+    text_filter, n_bytes = preparation.text_filter, 0
     with StoreWriter(folder, {"text": _dtype(tokenizer)}) as writer:
         pieces = read_texts(
-            work.paths, column=column, documents=documents, policy=judge.policy, findings=judge.findings
+            preparation.paths,
+            column=column,
+            documents=documents,
+            policy=text_filter.policy,
+            findings=text_filter.findings,
         )
         for batch in in_batches(pieces, lambda piece: len(piece.text)):
             encoded = _encode(tokenizer, [piece.text for piece in batch], lowercase)
             for piece, (ids, size) in zip(batch, encoded, strict=True):
                 n_bytes += size
                 writer.add_part("text", ids + ending if piece.ends else ids, ends=piece.ends)
-            work.tell()
-        work.describe(writer, bytes=n_bytes)
+            preparation.tell()
+        preparation.describe(writer, bytes=n_bytes)
     return Store(folder)
 
 
 def prepare_pairs(
-    folder: Place,
+    folder: Folder,
     source: Names,
     target: Names,
     tokenizer: Tokenizer,
@@ -75,19 +81,19 @@ def prepare_pairs(
     eos: int = tokenizer.eos
     options = ["pairs", max_source_len, max_len, columns, lowercase]
     paths = expand_files(source) + (expand_files(target) if target else [])
-    work = Work(folder, paths, policy, progress, options, tokenizer)
-    if work.is_done():
+    preparation = Preparation(folder, paths, policy, progress, options, tokenizer)
+    if preparation.is_done():
         return Store(folder)
-    judge, n_bytes = work.judge, 0
+    text_filter, n_bytes = preparation.text_filter, 0
 
     def fit(ids: list[int], place: str, limit: int | None, name: str) -> list[int] | None:
         if limit is None or len(ids) < limit:
             return [*ids, eos]
-        kept = judge.keep_long("rows" if not target else "pairs", place, len(ids) + 1, limit, name)
+        kept = text_filter.keep_long("rows" if not target else "pairs", place, len(ids) + 1, limit, name)
         return [*ids[: limit - 1], eos] if kept else None
 
     with StoreWriter(folder, dict.fromkeys(("source", "target"), _dtype(tokenizer))) as writer:
-        rows = read_pair_rows(source, target, columns, judge)
+        rows = read_pair_rows(source, target, columns, text_filter)
         for batch in in_batches(rows, lambda row: len(row.values[0]) + len(row.values[1])):
             sources = _encode(tokenizer, [row.values[0] for row in batch], lowercase, limit=max_source_len)
             targets = _encode(tokenizer, [row.values[1] for row in batch], lowercase, target=True, limit=max_len)
@@ -97,13 +103,13 @@ def prepare_pairs(
                 if first is not None and second is not None:
                     writer.add(source=first, target=second)
                     n_bytes += size
-            work.tell()
-        work.describe(writer, bytes=n_bytes)
+            preparation.tell()
+        preparation.describe(writer, bytes=n_bytes)
     return Store(folder)
 
 
 def prepare_labelled(
-    folder: Place,
+    folder: Folder,
     files: Names,
     tokenizer: Tokenizer,
     *,
@@ -119,25 +125,27 @@ def prepare_labelled(
     `labels` fixes the names and their order, as the training data's do for the validation data.
     """
     options = ["labelled", max_len, columns, labels, lowercase]
-    work = Work(folder, expand_files(files), policy, progress, options, tokenizer)
-    if work.is_done():
+    preparation = Preparation(folder, expand_files(files), policy, progress, options, tokenizer)
+    if preparation.is_done():
         return Store(folder)
-    judge, names, n_bytes = work.judge, Labels(labels), 0
+    text_filter, names, n_bytes = preparation.text_filter, Labels(labels), 0
     with StoreWriter(folder, {"text": _dtype(tokenizer), "label": np.int32}, {"label": ()}) as writer:
-        for batch in in_batches(read_labelled_rows(work.paths, columns, judge), lambda row: len(row.values[0])):
+        for batch in in_batches(
+            read_labelled_rows(preparation.paths, columns, text_filter), lambda row: len(row.values[0])
+        ):
             encoded = _encode(tokenizer, [row.values[0] for row in batch], lowercase, special=True, limit=max_len)
             for row, (ids, size) in zip(batch, encoded, strict=True):
                 if max_len is not None and len(ids) > max_len:
-                    if not judge.keep_long("rows", row.place(0), len(ids), max_len, "max_len"):
+                    if not text_filter.keep_long("rows", row.place(0), len(ids), max_len, "max_len"):
                         continue
                     ids = _encode(tokenizer, [row.values[0]], lowercase, special=True, limit=max_len, cut=True)[0][0]
                 names.add(row.values[1], row.place(1))
                 writer.add(text=ids)
                 n_bytes += size
-            work.tell()
+            preparation.tell()
         found, places = names.settle()
         writer.add_part("label", places, ends=True)
-        work.describe(writer, bytes=n_bytes, labels=found)
+        preparation.describe(writer, bytes=n_bytes, labels=found)
     return Store(folder)
 
 

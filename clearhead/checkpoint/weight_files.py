@@ -60,18 +60,18 @@ class Weights(ABC):
 
 
 @dataclass(frozen=True)
-class Place:
+class FileRange:
     file: Path
     start: int
     nbytes: int
     crc: int | None = None
 
 
-class Stored(Weights):
-    """Tensors that lie in files as plain numbers, at known places."""
+class MappedWeights(Weights):
+    """Tensors that lie in files as plain numbers, at known ranges."""
 
     def __init__(self) -> None:
-        self.shapes, self.dtypes, self.places = {}, {}, dict[str, Place]()
+        self.shapes, self.dtypes, self.ranges = {}, {}, dict[str, FileRange]()
         self.maps: dict[Path, mmap.mmap | bytearray] = {}
 
     def map(self, file: Path) -> None:
@@ -84,15 +84,15 @@ class Stored(Weights):
 
     def read(self, name: str) -> Tensor:
         self._check(name)
-        return self._tensor(self.places[name], self.shapes[name], self.dtypes[name])
+        return self._tensor(self.ranges[name], self.shapes[name], self.dtypes[name])
 
     def find(self, names: Sequence[str]) -> Tensor | None:
-        first, dtype = self.places[names[0]], self.dtypes[names[0]]
+        first, dtype = self.ranges[names[0]], self.dtypes[names[0]]
         if first.start % ALIGNMENT:
             return None
         end = first.start
         for name in names:
-            place = self.places[name]
+            place = self.ranges[name]
             if place.file != first.file or place.start != end or self.dtypes[name] != dtype:
                 return None
             end += place.nbytes
@@ -104,13 +104,13 @@ class Stored(Weights):
 
     def let_go(self, name: str) -> None:
         """It was copied: the file's pages that held it are not this process's memory any more."""
-        place, page = self.places[name], mmap.PAGESIZE
+        place, page = self.ranges[name], mmap.PAGESIZE
         held, start = self.maps[place.file], -(-place.start // page) * page
         length = (place.start + place.nbytes) // page * page - start
         if not isinstance(held, bytearray) and hasattr(mmap, "MADV_DONTNEED") and length > 0:
             held.madvise(mmap.MADV_DONTNEED, start, length)
 
-    def _tensor(self, place: Place, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _tensor(self, place: FileRange, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
@@ -121,7 +121,7 @@ class Stored(Weights):
         return torch.frombuffer(self.maps[place.file], dtype=dtype, offset=place.start, count=count).view(shape)
 
     def _check(self, name: str) -> None:
-        place = self.places[name]
+        place = self.ranges[name]
         with memoryview(self.maps[place.file]) as memory, memory[place.start : place.start + place.nbytes] as here:
             if len(here) < place.nbytes:
                 raise CheckpointError(f"{place.file.name} ends inside {name!r}; fetch or save it again")
@@ -132,7 +132,7 @@ class Stored(Weights):
                 )
 
 
-class SafeTensors(Stored):
+class SafeTensors(MappedWeights):
     """One or many .safetensors files as one set of tensors."""
 
     def __init__(self, files: Iterable[Path]) -> None:
@@ -156,16 +156,16 @@ class SafeTensors(Stored):
         metadata = header.pop("__metadata__", None) or {}
         checksums: dict[str, int] = json.loads(metadata.get(CHECKSUMS, "{}"))
         for name, entry in header.items():
-            if name in self.places:
+            if name in self.ranges:
                 raise CheckpointError(
-                    f"{name!r} is in {self.places[name].file.name} and in {file.name}; remove one file"
+                    f"{name!r} is in {self.ranges[name].file.name} and in {file.name}; remove one file"
                 )
             if entry["dtype"] not in DTYPES:
                 raise CheckpointError(f"{file.name}: {name!r} has type {entry['dtype']}; known: {', '.join(DTYPES)}")
             begin, end = entry["data_offsets"]
             self.shapes[name] = tuple(entry["shape"])
             self.dtypes[name] = DTYPES[entry["dtype"]]
-            self.places[name] = Place(file, 8 + length + begin, end - begin, checksums.get(name))
+            self.ranges[name] = FileRange(file, 8 + length + begin, end - begin, checksums.get(name))
 
 
 def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -191,7 +191,7 @@ def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
             stream.write(numbers)
 
 
-class Tensors(Weights):
+class MemoryWeights(Weights):
     """Tensors already in memory (or mapped from a file), by name."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
@@ -232,7 +232,7 @@ def open_weights(folder: Path) -> Weights:
             continue
         if single.endswith(".safetensors"):
             return SafeTensors(files)
-        return Tensors({name: tensor for file in files for name, tensor in _state_dict(file).items()})
+        return MemoryWeights({name: tensor for file in files for name, tensor in _state_dict(file).items()})
     raise CheckpointError(
         f"{folder} holds no weights: no model.safetensors, no pytorch_model.bin, and no index of either; is the path right?"
     )

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clearhead.checkpoint.files import Weights
+from clearhead.checkpoint.weight_files import Weights
 from clearhead.config import Config
 from clearhead.errors import CheckpointError
-from clearhead.families.reading import Row
+from clearhead.families.config_translation import NameRow
 
 FRONT = {"row": 1, "rows": 2}
 
@@ -71,7 +71,7 @@ class Match:
         return tensor
 
 
-def expand(table: Iterable[Row] | Callable[[Config], Iterable[Row]], config: Config) -> list[Match]:
+def expand(table: Iterable[NameRow] | Callable[[Config], Iterable[NameRow]], config: Config) -> list[Match]:
     """The rows for every layer of a model; a table may be a function of the config."""
     matches: list[Match] = []
     for row in table(config) if callable(table) else table:

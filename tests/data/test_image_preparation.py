@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from clearhead.data import Findings, Policy, Store, find_pictures, prepare_arrays, prepare_pictures
-from clearhead.data.pictures import Preparation, load_picture
+from clearhead.data import Findings, Policy, Store, find_images, prepare_arrays, prepare_images
+from clearhead.data.images import ImagePreprocessing, load_image
 from clearhead.errors import InputError
 
 Image = pytest.importorskip("PIL.Image")
@@ -32,36 +32,36 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("n_channels", [1, 3])
 def test_pictures(folder: Path, tmp_path: Path, n_channels: int) -> None:
-    found = find_pictures(folder)
+    found = find_images(folder)
     told: list[tuple[int, int]] = []
-    store = prepare_pictures(tmp_path / "s", found, 11, n_channels, progress=lambda *numbers: told.append(numbers))
+    store = prepare_images(tmp_path / "s", found, 11, n_channels, progress=lambda *numbers: told.append(numbers))
     store.check()
     assert store["picture"].flat.shape == (4, n_channels, 11, 11)
     assert store.info["labels"] == ["cat", "dog"]
     assert store["label"].flat.tolist() == [0, 0, 1, 1]
     assert told[-1][0] == told[-1][1] > 0
     # What is trained on is what a loaded model is shown.
-    prepare = Preparation(size=11, crop=(11, 11), mean=(0.0,), std=(1.0,))
+    prepare = ImagePreprocessing(size=11, crop=(11, 11), mean=(0.0,), std=(1.0,))
     for row, (path, _) in enumerate(found):
-        shown = load_picture(path, prepare, n_channels=n_channels)
+        shown = load_image(path, prepare, n_channels=n_channels)
         torch.testing.assert_close(torch.from_numpy(np.array(store["picture"][row])) / 255, shown, rtol=0, atol=1e-6)
 
 
 def test_made_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare_pictures(tmp_path / "s", find_pictures(folder), 11)
-    monkeypatch.setattr("clearhead.data.preparing_pictures.read_picture", lambda *_, **__: pytest.fail("read again"))
-    assert isinstance(prepare_pictures(tmp_path / "s", find_pictures(folder), 11), Store)
+    prepare_images(tmp_path / "s", find_images(folder), 11)
+    monkeypatch.setattr("clearhead.data.image_preparation.read_image", lambda *_, **__: pytest.fail("read again"))
+    assert isinstance(prepare_images(tmp_path / "s", find_images(folder), 11), Store)
 
 
 def test_unreadable_pictures(folder: Path, tmp_path: Path) -> None:
     (folder / "dog" / "b.png").write_bytes(b"no picture")
     with pytest.raises(InputError, match=r"dog/b.png is no picture that can be read"):
-        prepare_pictures(tmp_path / "s", find_pictures(folder), 11)
+        prepare_images(tmp_path / "s", find_images(folder), 11)
     assert not (tmp_path / "s").exists()
     (folder / "dog" / "notes.txt").write_text("not a picture")
     findings = Findings()
-    pictures = find_pictures(folder, findings)
-    store = prepare_pictures(tmp_path / "s", pictures, 11, policy=Policy(bad_bytes="drop"), findings=findings)
+    pictures = find_images(folder, findings)
+    store = prepare_images(tmp_path / "s", pictures, 11, policy=Policy(bad_bytes="drop"), findings=findings)
     assert store["label"].flat.tolist() == [0, 0, 1]
     assert store.info["findings"] == [
         "1 of 5 files left out: no picture by their name (dog/notes.txt)",
@@ -70,10 +70,10 @@ def test_unreadable_pictures(folder: Path, tmp_path: Path) -> None:
 
 
 def test_labels_given(folder: Path, tmp_path: Path) -> None:
-    store = prepare_pictures(tmp_path / "s", find_pictures(folder), 11, labels=["dog", "emu", "cat"])
+    store = prepare_images(tmp_path / "s", find_images(folder), 11, labels=["dog", "emu", "cat"])
     assert store["label"].flat.tolist() == [2, 2, 0, 0]
     with pytest.raises(InputError, match=r"cat/c.jpg has the label 'cat', which is none of the 2 known"):
-        prepare_pictures(tmp_path / "x", find_pictures(folder), 11, labels=["dog", "emu"])
+        prepare_images(tmp_path / "x", find_images(folder), 11, labels=["dog", "emu"])
 
 
 def test_arrays(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clearhead.data.embedded import digits, held_out_fifth, standard_library
+from clearhead.data.builtin_datasets import digits, held_out_fifth, standard_library
 from clearhead.errors import InputError, MissingExtraError
 
 

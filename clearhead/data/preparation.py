@@ -12,24 +12,24 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from clearhead.data.findings import Findings, Judge, Policy
-from clearhead.data.store import VERSION, Store, StoreWriter
-from clearhead.data.tokenizers import Tokenizer
+from clearhead.data.filters import Findings, Policy, TextFilter
+from clearhead.data.token_store import VERSION, Store, StoreWriter
+from clearhead.data.tokenizer import Tokenizer
 from clearhead.errors import InputError, did_you_mean
 
-Place = str | os.PathLike[str]
+Folder = str | os.PathLike[str]
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 T = TypeVar("T")
 
 AT_ONCE = 2**20  # characters tokenised side by side; `tokenizers` took up to 280 bytes for each while it worked
 
 
-class Work:
+class Preparation:
     """One preparation, known by the fingerprint of its files, tokenizer and options."""
 
     def __init__(
         self,
-        folder: Place,
+        folder: Folder,
         paths: list[Path],
         policy: Policy | None,
         progress: Progress | None,
@@ -37,14 +37,19 @@ class Work:
         tokenizer: Tokenizer | None = None,
         findings: Findings | None = None,
     ) -> None:
-        self.folder, self.paths, self.judge, self._progress = Path(folder), paths, Judge(policy, findings), progress
+        self.folder, self.paths, self.text_filter, self._progress = (
+            Path(folder),
+            paths,
+            TextFilter(policy, findings),
+            progress,
+        )
         files = [(str(each.absolute()), each.stat()) for path in paths for each in _below(path)]
         self._total = sum(stat.st_size for _, stat in files)
         described = [
             VERSION,
             [str(path) for path in paths],
             [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files],
-            dataclasses.asdict(self.judge.policy),
+            dataclasses.asdict(self.text_filter.policy),
             options,
             [] if tokenizer is None else [tokenizer.core.to_str(), tokenizer.target_core.to_str(), tokenizer.eos],
             {} if tokenizer is None else tokenizer.vocab,
@@ -57,10 +62,10 @@ class Work:
 
     def tell(self) -> None:
         if self._progress is not None:
-            self._progress(min(self.judge.findings.done, self._total), self._total)
+            self._progress(min(self.text_filter.findings.done, self._total), self._total)
 
     def describe(self, writer: StoreWriter, **info: Any) -> None:
-        findings, counts = self.judge.findings, writer.count()
+        findings, counts = self.text_filter.findings, writer.count()
         if not all(rows for rows, _ in counts.values()):
             told = "; ".join(findings.lines()) or "there was nothing in it"
             raise InputError(

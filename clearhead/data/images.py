@@ -18,7 +18,7 @@ from clearhead.errors import CheckpointError, InputError, MissingExtraError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preparation:
+class ImagePreprocessing:
     """What is done to a picture before a model sees it."""
 
     size: tuple[int, int] | int | None  # height and width; one number: of the shorter side; None: as it is
@@ -29,16 +29,16 @@ class Preparation:
     std: tuple[float, ...] = (0.5,)
 
 
-def read_preparation(folder: Path, image_size: int) -> Preparation:
+def read_preprocessing(folder: Path, image_size: int) -> ImagePreprocessing:
     """What preprocessor_config.json says; without one, resized to `image_size` and scaled to -1 .. 1."""
     file = folder / "preprocessor_config.json"
     if not file.is_file():
-        return Preparation(size=(image_size, image_size))
+        return ImagePreprocessing(size=(image_size, image_size))
     try:
         told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         scale = told.get("rescale_factor", 1 / 255) if told.get("do_rescale", True) else 1.0
         normed = told.get("do_normalize", True)
-        return Preparation(
+        return ImagePreprocessing(
             size=_size(told.get("size", image_size)) if told.get("do_resize", True) else None,
             resample=int(told.get("resample", 2)),
             crop=_crop(told.get("crop_size", image_size)) if told.get("do_center_crop", False) else None,
@@ -62,15 +62,17 @@ def _crop(told: Any) -> tuple[int, int]:
     return (int(told["height"]), int(told["width"])) if isinstance(told, dict) else (int(told), int(told))
 
 
-def load_picture(source: str | Path | BytesIO, prepare: Preparation, *, n_channels: int = 3) -> Float[Tensor, "c h w"]:
+def load_image(
+    source: str | Path | BytesIO, prepare: ImagePreprocessing, *, n_channels: int = 3
+) -> Float[Tensor, "c h w"]:
     """A picture file as a tensor, ready for a model."""
-    x = torch.from_numpy(read_picture(source, prepare, n_channels=n_channels)).float() * prepare.scale
+    x = torch.from_numpy(read_image(source, prepare, n_channels=n_channels)).float() * prepare.scale
     mean, std = (torch.tensor(values)[:, None, None] for values in (prepare.mean, prepare.std))
     return (x - mean) / std
 
 
-def read_picture(
-    source: str | Path | BytesIO, prepare: Preparation, *, n_channels: int = 3
+def read_image(
+    source: str | Path | BytesIO, prepare: ImagePreprocessing, *, n_channels: int = 3
 ) -> UInt8[np.ndarray, "c h w"]:
     """A picture file resized and cropped as `prepare` says, but not yet scaled: numbers from 0 to 255."""
     try:

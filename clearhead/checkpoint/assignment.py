@@ -13,14 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from clearhead.checkpoint.files import Stored, Weights
-from clearhead.checkpoint.names import FRONT, Pairing
+from clearhead.checkpoint.tensor_names import FRONT, Pairing
+from clearhead.checkpoint.weight_files import MappedWeights, Weights
 from clearhead.errors import CheckpointError
 from clearhead.layers.linear import FusedLinear
 from clearhead.models import Model, take_memory
 
 
-def fill(model: Model, pairings: Sequence[Pairing], weights: Weights, device: torch.device) -> None:
+def assign_weights(model: Model, pairings: Sequence[Pairing], weights: Weights, device: torch.device) -> None:
     """`pairings` name each of the model's tensors once; what is stored twice must be the same twice."""
     on_cpu = device.type == "cpu"
     # Windows does not let go of a file that is mapped: nobody could save to its folder.
@@ -41,7 +41,7 @@ def fill(model: Model, pairings: Sequence[Pairing], weights: Weights, device: to
             weights.read_into(pairing.key, targets[names[0]])
         else:
             _copy(match.into(weights.read(pairing.key)), [targets[name] for name in names])
-        if isinstance(weights, Stored):
+        if isinstance(weights, MappedWeights):
             weights.let_go(pairing.key)
 
     left = [pairing for pairing in pairings if not kept.issuperset(pairing.ours) or pairing.first is not None]
