@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from clearhead.config import Config
 from clearhead.costs.operations import Lengths
 from clearhead.costs.parameters import count_matrices, heads_at
-
-WRITTEN_OUT = 2**24  # pairs up to which a mask is written out whole: as in layers/kernels.py
+from clearhead.layers.limits import WRITTEN_OUT, is_narrow
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def _attention(c: Config, batch: int, T: int, S: int, heads: int, setting: Setti
     if rotary or c.qk_norm:
         total += size * (queries * d_q + keys * d_kv)
     # The kernel lays its result out as the queries lie; turned or normed ones lie head by head, and it is copied.
-    if (rotary and not c.rotary_interleaved) or c.qk_norm or (_is_narrow(c, T) and not cross):
+    if (rotary and not c.rotary_interleaved) or c.qk_norm or (is_narrow(c.window, T) and not cross):
         total += size * queries * d_q
     return total
 
@@ -160,15 +159,11 @@ def _is_apart(c: Config, setting: Setting) -> bool:
     return c.positions == "t5" and (not setting.cuda or c.n_kv_heads != c.n_heads)
 
 
-def _is_narrow(c: Config, T: int) -> bool:
-    return 0 < 2 * c.window < T and T >= 1024
-
-
 def _written_out(c: Config, T: int, heads: int, setting: Setting, *, causal: bool) -> int:
     """A layer's own copy of a mask or bias that is no plain causal one, where it is small enough to be written out."""
     biased = c.positions in ("alibi", "t5")
     pairs = T * T * (heads if biased else 1)
-    if not (biased or 0 < c.window < T) or _is_narrow(c, T) or pairs > WRITTEN_OUT:
+    if not (biased or 0 < c.window < T) or is_narrow(c.window, T) or pairs > WRITTEN_OUT:
         return 0
     fused = c.kernel != "explicit" and not _is_apart(c, setting) and (setting.cuda or not c.attention_dropout)
     return setting.size * pairs if fused else T * T * int(causal)

@@ -19,7 +19,7 @@ from clearhead.costs.operations import Lengths, check_lengths, count_forward, co
 from clearhead.costs.parameters import count_heads, count_matrices, count_parameters, count_weight_bytes, heads_at
 from clearhead.errors import ConfigError, did_you_mean
 
-LOSS_CHUNK = {"cpu": 2**26, "cuda": 2**28}  # logits that a chunked loss holds at once: as in training/losses.py
+LOSS_CHUNK = {"cpu": 2**26, "cuda": 2**28}  # logits that training/losses.py holds at once: it reads this number here
 
 PARTS: tuple[str, ...] = ("embedding", "projections", "attention", "feedforward", "norm", "head")
 
@@ -264,7 +264,7 @@ def _losing(c: Config, vocabulary: int, tokens: int, kept_logits: int, setting: 
     if kept_logits:
         return 8 * kept_logits * vocabulary + 4 * vocabulary * c.d_model
     chunks = -(-tokens // max(1, LOSS_CHUNK["cuda" if setting.cuda else "cpu"] // vocabulary))
-    padded = vocabulary % 8 > 0 and setting.cuda
+    padded = vocabulary % 16 > 0 and setting.cuda
     wide = vocabulary + (-vocabulary % 64 if padded else 0)
     logits, table = -(-tokens // chunks) * wide, wide * c.d_model
     held = setting.size * table * int(padded)

@@ -29,14 +29,12 @@ from clearhead.engine.kv_cache import spread, unpage
 from clearhead.errors import InputError, did_you_mean
 from clearhead.kernels import native
 from clearhead.layers.flex import block_mask, flex
+from clearhead.layers.limits import WRITTEN_OUT, is_narrow
 from clearhead.layers.linear import has_triton, is_bare
 from clearhead.layers.masks import Mask
 from clearhead.layers.positions import Bias, DistanceBias
 
 ALL = slice(None)
-
-# Up to this many pairs a mask or bias is written out once for all layers; above, it is made in strips of queries.
-WRITTEN_OUT = 2**24
 
 
 def attend(
@@ -389,8 +387,7 @@ def _is_plainly_causal(mask: Mask, T: int, S: int) -> bool:
 
 
 def _is_narrow(mask: Mask, S: int) -> bool:
-    """A window so small against the length that leaving keys out beats one large call."""
-    return mask.is_ordered and 0 < 2 * mask.window < S and S >= 1024
+    return mask.is_ordered and is_narrow(mask.window, S)
 
 
 def _goes_in_strips(mask: Mask, bias: Bias | None, T: int, S: int) -> bool:

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from clearhead.costs.forecast import LOSS_CHUNK
 from clearhead.quantization import float8 as fp8
 
 IGNORED = -100  # a target that is not to be predicted
 SCALE = 2.0**15  # brings the gradient of a softmax, at most 1, near the largest number of e5m2
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-CHUNK_ELEMENTS = {"cpu": 2**26, "cuda": 2**28}  # logits held at a time; each chunk adds to the weight's whole gradient
 
 
 def cross_entropy(
@@ -58,7 +58,7 @@ def cross_entropy(
 
 def even_rows(n: int, vocab_size: int, device: str) -> int:
     """How many rows a chunk has: as few chunks as may be, of one size."""
-    most = max(1, CHUNK_ELEMENTS.get(device, 2**26) // vocab_size)
+    most = max(1, LOSS_CHUNK.get(device, 2**26) // vocab_size)
     return max(1, math.ceil(n / math.ceil(n / most))) if n else 1
 
 

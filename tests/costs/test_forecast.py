@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import clearhead as ch
-from clearhead.costs import activations, cost, forecast
+from clearhead.costs import cost
+from clearhead.costs.forecast import LOSS_CHUNK, PARTS
 from clearhead.costs.parameters import count_matrices, count_parameters
-from clearhead.layers import attend as kernels
 from clearhead.layers.linear import Packed
 from clearhead.models import Decoder, EncoderDecoder, build
 from clearhead.quantization.integer import quantize
@@ -44,7 +44,7 @@ def test_parts_add_up(mode: str) -> None:
     figures = {field.name for field in fields(report)} - {"parts"}
     assert set(report.parts) == figures
     for name, parts in report.parts.items():
-        assert list(parts) == list(forecast.PARTS)
+        assert list(parts) == list(PARTS)
         assert sum(parts.values()) == getattr(report, name)
     counted = count_parameters(ch.preset("transformer-base"))
     assert report.parts["params"] == {"projections": counted.pop("attention"), "attention": 0, **counted}
@@ -157,12 +157,6 @@ def test_what_saves_memory_is_said_to() -> None:
     assert cost(ch.preset("gpt2"), **plain, accumulation=2).peak_bytes > chunked
 
 
-def test_numbers_written_twice_are_the_same() -> None:
-    """The forecast loads no torch, so it can not read these where they are used."""
-    assert forecast.LOSS_CHUNK == losses.CHUNK_ELEMENTS
-    assert activations.WRITTEN_OUT == kernels.WRITTEN_OUT
-
-
 def measured_peak(config: ch.Config, batch: int, *, half: bool, checkpointing: bool, chunked: bool) -> int:
     """Bytes at the worst moment of a training step, as torch's profiler sees them come and go."""
     model = build(config).train()
@@ -221,8 +215,7 @@ def test_the_peak_of_a_training_step(batch: int, chunked: bool, half: bool, chec
 def test_the_peak_of_a_loss_in_several_chunks(rows: int, half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """2, 3 and 7 chunks of a vocabulary that outweighs the rest: what earlier chunks leave behind shows."""
     config = ch.preset("gpt2", d_model=124, n_layers=2, n_heads=4, vocab_size=5003, max_len=131, dropout=0.0)
-    for chunks in (forecast.LOSS_CHUNK, losses.CHUNK_ELEMENTS):
-        monkeypatch.setitem(chunks, "cpu", rows * config.vocab_size)
+    monkeypatch.setitem(LOSS_CHUNK, "cpu", rows * config.vocab_size)
     said = cost(config, batch=7, mode="train", precision="bfloat16" if half else "float32").peak_bytes
     measured = measured_peak(config, 7, half=half, checkpointing=False, chunked=True)
     assert said == pytest.approx(measured, rel=0.03)  # what works for a moment in an operator is left out

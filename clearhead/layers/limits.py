@@ -1,0 +1,9 @@
+"""Sizes at which attention is computed in another way. Without torch, so that costs/ forecasts with the same numbers."""
+
+# Up to this many pairs of a query and a key a mask or bias is written out, once for all layers; above, strip by strip.
+WRITTEN_OUT = 2**24
+
+
+def is_narrow(window: int, length: int) -> bool:
+    """Whether a window is so small against the length that leaving keys out beats one large call."""
+    return 0 < 2 * window < length and length >= 1024
