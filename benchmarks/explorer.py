@@ -26,7 +26,7 @@ from rich.console import Console
 from served import served
 
 import clearhead as ch
-from clearhead.inside.pages import FILES
+from clearhead.explorer.standalone_page import PAGE_FILES
 
 WORDS = "the cat sat on the mat while a dog ran over the hill and said hello there how are you to them".split()  # noqa: SIM905
 
@@ -148,7 +148,7 @@ def main() -> None:
     kept = args.rounds * 2 * config.n_layers * args.tokens * config.d_model * 4 / 1e6
     square = args.rounds * config.n_layers * config.n_heads * args.tokens**2 * 4 / 1e6
     clicks, hovers, tasks = ([x for each in rounds for x in each[kind]] for kind in ("clicks", "hovers", "tasks"))
-    size = sum(file.stat().st_size for file in FILES.iterdir() if file.suffix in (".js", ".css"))
+    size = sum(file.stat().st_size for file in PAGE_FILES.iterdir() if file.suffix in (".js", ".css"))
     rows = [
         ["first thumbnails, from opening the page", f"{max(each['first'] for each in rounds) / 1e3:.2f} s", "1 s"],
         ["all thumbnails", f"{max(each['all'] for each in rounds) / 1e3:.2f} s", "10 s"],

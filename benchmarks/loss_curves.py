@@ -115,9 +115,9 @@ def draw(file: Path, told: dict[str, Any]) -> None:
     """How far each way of fp8 is from bfloat16 with the same seed, as running means."""
     import numpy as np
 
-    from clearhead.inside.drawing import Picture
+    from clearhead.inside.figure_grid import PlotFigure
 
-    figure = Picture(8, 4)
+    figure = PlotFigure(8, 4)
     figure.set_layout_engine("constrained")
     axis = figure.subplots()
     runs: dict[str, dict[str, Any]] = told["runs"]

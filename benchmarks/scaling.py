@@ -170,10 +170,10 @@ def draw(file: Path, told: dict[str, Any]) -> None:
     """Time above, memory below; forecasts as lines, what was measured as dots."""
     from matplotlib.ticker import LogLocator, NullLocator
 
-    from clearhead.inside.drawing import Picture
+    from clearhead.inside.figure_grid import PlotFigure
 
     sweeps: dict[str, list[dict[str, Any]]] = told["sweeps"]
-    figure = Picture(11, 5.6)
+    figure = PlotFigure(11, 5.6)
     figure.set_layout_engine("constrained")
     grid = figure.subplots(2, len(sweeps))
     for column, (name, rows) in enumerate(sweeps.items()):

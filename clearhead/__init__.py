@@ -13,6 +13,7 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from clearhead import viewers
 from clearhead.version import __version__
 
 if TYPE_CHECKING:
@@ -110,6 +111,13 @@ def _import(room: str) -> ModuleType:
             gc.unfreeze()
         if was_on:
             gc.enable()
+
+
+def _show_seen(*given: Any, **options: Any) -> Any:
+    return _import("explorer").show_seen(*given, **options)
+
+
+viewers.show_seen = _show_seen
 
 
 def __dir__() -> list[str]:

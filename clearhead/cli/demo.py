@@ -59,7 +59,7 @@ def read_dates(folder: Path) -> None:
     from clearhead.checkpoint import load
     from clearhead.data import load_tokenizer
     from clearhead.generation import translate
-    from clearhead.inside.pictures import heat_map
+    from clearhead.inside.heatmap import heat_map
     from clearhead.models import EncoderDecoder
     from clearhead.training.tasks.translate import draw_alignment
 

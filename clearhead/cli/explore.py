@@ -88,9 +88,9 @@ def write_page(place: Path, name: str, text: str, target: str | None, device: st
 def serve_page(place: Path, name: str, text: str, target: str | None, device: str, port: int, *, opens: bool) -> None:
     try:
         from clearhead.serving.app import make_app
-        from clearhead.serving.explorer import address_of
-        from clearhead.serving.hosts import open_host
-        from clearhead.serving.running import run_app
+        from clearhead.serving.explorer_routes import address_of
+        from clearhead.serving.model_worker import open_host
+        from clearhead.serving.server import run_app
     except ImportError as error:
         raise MissingExtraError(
             f"the page needs {error.name}; install clearhead[serve], or write it with --export"

@@ -142,7 +142,7 @@ def _check(model: Model, asked: AblationInput) -> None:
 def run_sweeps(model: Model, examples: Sequence[AblationBatch], heads: str) -> Sweep:
     """All batches as one, with a bar for the attentions done."""
     from clearhead.inside import sweep
-    from clearhead.inside.sweeps import attentions_of
+    from clearhead.inside.ablation_sweep import attentions_of
 
     total: Sweep | None = None
     with _bar("without each head", len(examples) * len(attentions_of(model, heads))) as step:
@@ -157,7 +157,7 @@ def sweep_translations(model: Model, tokenizer: Tokenizer, asked: AblationInput)
     """BLEU and chrF of what it writes, greedily, without each head."""
     from clearhead.generation import translate
     from clearhead.inside import sweep_by
-    from clearhead.inside.sweeps import attentions_of, n_heads_of
+    from clearhead.inside.ablation_sweep import attentions_of, n_heads_of
     from clearhead.models import EncoderDecoder
     from clearhead.training.tasks.translate import score
 

@@ -43,8 +43,8 @@ def run(
     try:
         from clearhead.serving.app import make_app
         from clearhead.serving.guards import LOCAL, Limits
-        from clearhead.serving.hosts import open_host
-        from clearhead.serving.running import run_app
+        from clearhead.serving.model_worker import open_host
+        from clearhead.serving.server import run_app
     except ImportError as error:
         raise MissingExtraError(f"serving needs {error.name}; install clearhead[serve]") from None
     secret = read_keys(keys)

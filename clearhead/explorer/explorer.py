@@ -1,9 +1,9 @@
-"""`Explorer`: a model that can be asked what the page asks."""
+"""`Explorer`: answers the page's requests about one model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import fields
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
@@ -12,50 +12,61 @@ import torch
 from clearhead.config import Config
 from clearhead.data import Tokenizer
 from clearhead.errors import InputError, did_you_mean
-from clearhead.explorer import attention, figures, readings, tables, writing
-from clearhead.explorer.asking import Params
-from clearhead.explorer.inputs import SAMPLES, Inputs, examples, shape_name
-from clearhead.explorer.runs import Runs
-from clearhead.inside.pages import pack
-from clearhead.inside.sweeps import n_heads_of
+from clearhead.explorer import (
+    cost_panel,
+    flow_panel,
+    generation_panel,
+    geometry_panel,
+    heads_panel,
+    interventions_panel,
+    lens_panel,
+    output_panel,
+    positions_panel,
+)
+from clearhead.explorer.fields import Fields
+from clearhead.explorer.forward_passes import ForwardPasses
+from clearhead.explorer.model_inputs import Inputs
+from clearhead.explorer.samples import SAMPLES, example_text
+from clearhead.explorer.wire_format import pack
+from clearhead.inside.ablation_sweep import n_heads_of
 from clearhead.layers.embedding import TokenEmbedding
 from clearhead.models import Decoder, EncoderDecoder, Model
 from clearhead.version import __version__
 
-Work = Generator[None, None, bytes]  # what takes long, in pieces: the answer is what it returns
-Answer = Callable[[Runs, Params], bytes | Work]
+Work = Generator[None, None, bytes]  # a long computation in steps; it returns the answer
+Answer = Callable[[ForwardPasses, Fields], bytes | Work]
 
 ANSWERS: dict[str, Answer] = {
-    "read": readings.read,
-    "grid": attention.grid,
-    "map": attention.head_map,
-    "row": attention.row,
-    "flow": attention.flow,
-    "lens": readings.lens,
-    "cell": readings.cell,
-    "sweep": readings.sweep,
-    "positions": tables.positions,
-    "geometry": tables.geometry,
-    "neighbours": tables.neighbours,
-    "pca": tables.pca,
-    "cost": figures.forecast,
-    "measure": figures.measure,
-    "step": writing.step,
-    "beam": writing.beam,
+    "read": output_panel.read,
+    "grid": heads_panel.grid,
+    "map": heads_panel.head_map,
+    "row": heads_panel.row,
+    "flow": flow_panel.flow,
+    "lens": lens_panel.lens,
+    "cell": lens_panel.cell,
+    "sweep": interventions_panel.sweep,
+    "positions": positions_panel.positions,
+    "geometry": geometry_panel.geometry,
+    "neighbours": geometry_panel.neighbours,
+    "pca": geometry_panel.pca,
+    "cost": cost_panel.forecast,
+    "measure": cost_panel.measure,
+    "step": generation_panel.step,
+    "beam": generation_panel.beam,
 }
 
 
 class Explorer:
-    """One model, and what the page may ask of it. One question at a time: who calls it from several threads takes turns."""
+    """One model, and the answers to the page's requests. Not thread-safe: callers take turns."""
 
     def __init__(self, model: Model, tokenizer: Tokenizer | None, *, name: str, place: Path | None = None) -> None:
         self.model, self.name = model, name
         self.inputs = Inputs(model, tokenizer, place)
-        self.runs = Runs(self.inputs)
-        self.example = examples(model, tokenizer, place)
+        self.passes = ForwardPasses(self.inputs)
+        self.example = example_text(model, tokenizer, place)
 
     def answer(self, name: str, params: object) -> bytes:
-        """The packed answer to a request; whatever is wrong with it is an error that says so."""
+        """The packed answer to a request; a wrong request raises an InputError."""
         work = self.work(name, params)
         while True:
             try:
@@ -64,15 +75,15 @@ class Explorer:
                 return end.value
 
     def work(self, name: str, params: object) -> Work:
-        """The same in pieces, so that others may use the model in between."""
+        """The same in steps, so that others can use the model between two of them."""
         if name == "models":
             return describe([self])
         if name not in ANSWERS:
             raise InputError(f"the page's requests have no {name!r:.40}; {did_you_mean(name[:40], ANSWERS)}")
         with torch.no_grad():
-            found = ANSWERS[name](self.runs, Params(params))
+            found = ANSWERS[name](self.passes, Fields(params))
         while not isinstance(found, bytes):
-            with torch.no_grad():  # of each piece: between them the thread is others'
+            with torch.no_grad():  # entered for each step: between steps the thread does other work
                 try:
                     next(found)
                 except StopIteration as end:
@@ -81,32 +92,33 @@ class Explorer:
         return found
 
     def take(self, kind: str, data: bytes) -> bytes:
-        """Keep an uploaded picture or sound; the answer says how a run names it."""
+        """Store an uploaded picture or sound; the answer holds its name in a run."""
         return pack({"text": self.inputs.take_picture(data) if kind == "picture" else self.inputs.take_sound(data)})
 
-    def described(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
+        """What the page needs to know of the model: sizes, attentions, and which panels it has."""
         model, config = self.model, self.model.config
         has_head, has_words = config.head != "none", isinstance(model.tokens, TokenEmbedding)
-        writes = isinstance(model, Decoder | EncoderDecoder) and config.inputs == "tokens"
+        generates = isinstance(model, Decoder | EncoderDecoder) and config.inputs == "tokens"
         return {
             "name": self.name,
-            "shape": shape_name(config),
+            "shape": config.shape.replace("-", "_"),
             "inputs": config.inputs,
             "head": None if config.head == "none" else config.head,
             "n_params": sum(p.numel() for p in model.parameters()),
             "max_len": config.max_len,
             "limit": self.inputs.limit,
             "attentions": [
-                {"name": name, "sites": sites, "n_heads": [n_heads_of(self.runs.attentions[site]) for site in sites]}
-                for name, sites in self.runs.groups().items()
+                {"name": name, "sites": sites, "n_heads": [n_heads_of(self.passes.attentions[site]) for site in sites]}
+                for name, sites in self.passes.groups().items()
             ],
             "can": {
                 "lens": has_head,
                 "flow": True,
                 "sweep": has_head,
                 "intervene": True,
-                "generate": writes,
-                "beam": writes,
+                "generate": generates,
+                "beam": generates,
                 "translate": isinstance(model, EncoderDecoder),
                 "geometry": has_words,
                 "positions": True,
@@ -115,23 +127,23 @@ class Explorer:
             "samples": {"tokens": 0, "patches": SAMPLES, "frames": SAMPLES}[config.inputs],
             "example": self.example,
             "example_target": None,
-            "config": whatif(config),
+            "config": _sizes(config),
         }
 
 
-def whatif(config: Config) -> dict[str, Any]:
-    """The config's sizes and kinds."""
-    told: dict[str, Any] = {each.name: getattr(config, each.name) for each in fields(config)}
-    return {name: value for name, value in told.items() if name not in ("labels", "pruned_heads")}
+def _sizes(config: Config) -> dict[str, Any]:
+    """The config's fields, without those whose length grows with the model."""
+    given: dict[str, Any] = {each.name: getattr(config, each.name) for each in fields_of(config)}
+    return {name: value for name, value in given.items() if name not in ("labels", "pruned_heads")}
 
 
 def describe(explorers: list[Explorer]) -> bytes:
     """The answer to `models`."""
-    return pack({"models": [each.described() for each in explorers], "version": __version__})
+    return pack({"models": [each.description() for each in explorers], "version": __version__})
 
 
 def model_of(params: Mapping[str, Any]) -> str:
-    """The model that a request names, by itself or in its run."""
+    """The name of the model that a request is about."""
     run = params.get("run")
     named: Any = params.get("model") if not isinstance(run, dict) else run.get("model")
     if not isinstance(named, str):

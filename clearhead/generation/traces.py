@@ -43,7 +43,7 @@ from clearhead.engine.batches import evaluating
 from clearhead.engine.request import Ticket, start_of
 from clearhead.errors import InputError
 from clearhead.generation.texts import piece_name
-from clearhead.inside.pictures import heat_map
+from clearhead.inside.heatmap import heat_map
 from clearhead.inside.probe import probe
 from clearhead.models import Decoder, EncoderDecoder
 from clearhead.sampling.beam_search import Candidate

@@ -1,14 +1,29 @@
-"""Looking inside a model while it runs, and changing what goes on there.
+"""Interpretability: record what a model computes, change it, and measure what depends on it.
+
+probe.py           sites, and `probe`, which records them while the model runs
+interventions.py   `intervene`: zero, scale, mean, patch, add
+logit_lens.py      what the model would predict after each layer
+attribution.py     a logit as a sum over heads and layers; saliency of input tokens
+head_scores.py     where each head attends: entropy, previous token, induction, alignment ...
+rollout.py         attention rollout
+neighbours.py      tokens with similar embeddings
+ablation_sweep.py  the loss without each head, with target_loss.py
+pruning.py         a smaller model without some heads
+heatmap.py         attention in a terminal
+plots.py           matplotlib figures, with position_plots.py and figure_grid.py
 
 May import: errors, config, layers, models, families, checkpoint.
 """
 
-from clearhead.inside.heads import HeadScore, attention_rollout, copied_tokens, entropy, head_scores, repeated_tokens
+from clearhead.inside.ablation_sweep import Effect, Sweep, sweep, sweep_by
+from clearhead.inside.attribution import Attribution, logit_attribution, saliency
+from clearhead.inside.head_scores import HeadScore, copied_tokens, entropy, head_scores, repeated_tokens
 from clearhead.inside.interventions import Intervention, add, intervene, mean, patch, scale, zero
+from clearhead.inside.logit_lens import logit_lens
+from clearhead.inside.neighbours import neighbours
 from clearhead.inside.probe import Seen, probe, sites
 from clearhead.inside.pruning import Savings, head_seconds, prune, savings
-from clearhead.inside.readings import Attribution, logit_attribution, logit_lens, neighbours, saliency
-from clearhead.inside.sweeps import Effect, Sweep, sweep, sweep_by
+from clearhead.inside.rollout import attention_rollout
 
 __all__ = [
     "Attribution",

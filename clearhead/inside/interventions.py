@@ -1,23 +1,23 @@
-"""`intervene`: change what goes on inside a model while it runs, and see what becomes of it.
+"""`intervene`: change what a model computes at chosen sites while it runs.
 
     with intervene(model, zero("blocks.3.attention.out", head=5), add("blocks.6.residual", direction, batch=[1, 2])):
         model(tokens)
 
-Sites are those of `probe`, and so are the patterns that name several. Changes at one site are made in the order they are given,
-those of a `with` inside another after the outer one's. `zero("blocks.3.attention.out", head=5)` takes a head away: it is the same
-as zeros in its columns of the output projection.
+Sites and patterns are those of `probe`. Changes at one site are applied in the order given; those of an inner `with` after those
+of the outer one. `zero("blocks.3.attention.out", head=5)` removes a head: the same as zeros in its columns of
+the output projection.
 
-What to change, if not all of a site:
+To change only a part of a site:
 
-    head       one or several; of k and v, the key heads
+    head       one head or several; at k and v, key heads
     batch      rows of the call's batch, by number or as a boolean (B,)
-    positions  tokens by number, as a slice, or as a boolean (B, T). They are counted as the model counts them: from the start of
-               the text, what a cache holds included, padding left out; negative ones from the end of the call.
+    positions  tokens by number, as a slice, or as a boolean (B, T). Numbers count from the start of the text, including cached
+               tokens and without padding; negative ones count from the end of the call.
 
-A probe inside sees the changed values, one outside those before (of q, k and v, what attention is given; weights are computed
-from these). Kernels, caches and engines are as ever, with two exceptions: changing `scores` or `weights` computes that attention by
-the equation, (B, H, T, S) at once; and a graph that was compiled or recorded before knows nothing of this, which is an error where
-no call passed here.
+A probe entered inside the `with` records the changed values, one entered outside the values before the change (at q, k and v: the
+inputs of attention, from which it computes weights). Kernels, caches and engines work as usual, with two exceptions: changing
+`scores` or `weights` computes that attention by the equation, all (B, H, T, S) at once; and a graph compiled or recorded before
+runs without the changes, which is an error if no call ran a changed site.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from clearhead.errors import InputError
 from clearhead.inside.probe import (
     ALL,
     ATTENTION,
+    AttentionInputs,
     Heads,
-    Look,
     Seen,
     blocks_of,
     entry_of,
     find_sites,
     heads_of,
     lay_out,
-    look_at,
+    select_inputs,
     sites,
     uncompiled,
 )
@@ -58,14 +58,14 @@ Positions = int | Sequence[int] | slice | Bool[Tensor, "B T"] | None
 
 
 @dataclass(frozen=True)
-class Spot:
-    """A site in one call: its name, and where its rows stand in the text."""
+class SiteCall:
+    """A site in one call: its name, and the position of each of its rows in the text."""
 
     site: str
-    stands: Int[Tensor, "_ T"]
+    positions: Int[Tensor, "_ T"]
 
 
-Change = Callable[[Tensor, Spot], Tensor]
+Change = Callable[[Tensor, SiteCall], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,22 +77,22 @@ class Intervention:
     head: Heads = None
     batch: Batch = None
     positions: Positions = None
-    source: Seen | None = None  # what it is taken from, if only from some of the sites
+    source: Seen | None = None  # where values are taken from: only sites recorded there are changed
 
-    def apply(self, x: Tensor, spot: Spot) -> Tensor:
-        changed = self.change(x, spot).to(x.dtype)
-        chosen = self._chosen(x, spot)
+    def apply(self, x: Tensor, call: SiteCall) -> Tensor:
+        changed = self.change(x, call).to(x.dtype)
+        chosen = self._chosen(x, call)
         return changed.expand_as(x) if chosen is None else torch.where(chosen, changed, x)
 
-    def _chosen(self, x: Tensor, spot: Spot) -> Tensor | None:
-        """Which numbers of x are meant, as booleans that broadcast over it; None: all."""
+    def _chosen(self, x: Tensor, call: SiteCall) -> Tensor | None:
+        """Which elements of x are changed, as booleans that broadcast over it; None: all."""
         terms: list[Tensor] = []
         if self.batch is not None:
-            terms.append(_rows(self.batch, x, spot.site).view(-1, *(1,) * (x.ndim - 1)))
+            terms.append(_rows(self.batch, x, call.site).view(-1, *(1,) * (x.ndim - 1)))
         if self.positions is not None:
-            terms.append(_over(_tokens(self.positions, x, spot), x))
+            terms.append(_over(_tokens(self.positions, x, call), x))
         if self.head is not None:
-            heads = heads_of(self.head, x.shape[1], spot.site)
+            heads = heads_of(self.head, x.shape[1], call.site)
             terms.append(torch.isin(torch.arange(x.shape[1], device=x.device), _numbers(heads, x)).view(1, -1, 1, 1))
         if not terms:
             return None
@@ -103,7 +103,7 @@ class Intervention:
 
 
 def zero(site: str, *, head: Heads = None, batch: Batch = None, positions: Positions = None) -> Intervention:
-    """Zeros."""
+    """Replace by zeros."""
     return Intervention(
         pattern=site, change=lambda x, _: torch.zeros_like(x), head=head, batch=batch, positions=positions
     )
@@ -112,14 +112,14 @@ def zero(site: str, *, head: Heads = None, batch: Batch = None, positions: Posit
 def scale(
     site: str, by: float | Tensor, *, head: Heads = None, batch: Batch = None, positions: Positions = None
 ) -> Intervention:
-    """Times a number, or times one for each row of the batch."""
+    """Multiply by a number, or by one number for each row of the batch."""
 
-    def change(x: Tensor, spot: Spot) -> Tensor:
+    def change(x: Tensor, call: SiteCall) -> Tensor:
         if not isinstance(by, Tensor) or by.ndim == 0:
             return x * by
         if by.shape != x.shape[:1]:
             raise InputError(
-                f"{spot.site!r} is scaled by one number or one a row ({x.shape[0]}); got shape {tuple(by.shape)}; reshape it"
+                f"{call.site!r} is scaled by one number or one a row ({x.shape[0]}); got shape {tuple(by.shape)}; reshape it"
             )
         return x * by.to(x).view(-1, *(1,) * (x.ndim - 1))
 
@@ -134,15 +134,15 @@ def mean(
     batch: Batch = None,
     positions: Positions = None,
 ) -> Intervention:
-    """The mean over the rows and real tokens of this call, or over those `of` another run: a site, or all that was seen.
+    """Replace by the mean over the rows and real tokens of this call, or `of` another run: a tensor, or what a probe recorded.
 
-    With a cache a call is one token, so give the mean `of` something larger there.
+    With a cache a call has one token; give `of` there.
     """
 
-    def change(x: Tensor, spot: Spot) -> Tensor:
+    def change(x: Tensor, call: SiteCall) -> Tensor:
         if of is not None:
-            return _value(of, spot.site).to(x).mean((0, -2), keepdim=True)
-        real = _over(spot.stands != ABSENT, x).expand(len(x), *(-1,) * (x.ndim - 1)).to(x)
+            return _value(of, call.site).to(x).mean((0, -2), keepdim=True)
+        real = _over(call.positions != ABSENT, x).expand(len(x), *(-1,) * (x.ndim - 1)).to(x)
         return (x * real).sum((0, -2), keepdim=True) / real.sum((0, -2), keepdim=True)
 
     return Intervention(pattern=site, change=change, head=head, batch=batch, positions=positions, source=_source(of))
@@ -151,13 +151,13 @@ def mean(
 def patch(
     site: str, value: Tensor | Seen, *, head: Heads = None, batch: Batch = None, positions: Positions = None
 ) -> Intervention:
-    """What another run had there: a tensor that fits the site, or all that a probe saw of it.
+    """Replace by the values of another run: a tensor that fits the site, or what a probe recorded.
 
-    A tensor of another length than the call's is taken by position: a whole text's, say, while the model generates.
+    A tensor of another length than the call is indexed by position, such as that of a whole text while the model generates.
     """
 
-    def change(x: Tensor, spot: Spot) -> Tensor:
-        new, there = _fit(_value(value, spot.site), x, spot)
+    def change(x: Tensor, call: SiteCall) -> Tensor:
+        new, there = _fit(_value(value, call.site), x, call)
         return torch.where(there, new, x)
 
     return Intervention(pattern=site, change=change, head=head, batch=batch, positions=positions, source=_source(value))
@@ -166,10 +166,10 @@ def patch(
 def add(
     site: str, vector: Tensor | Seen, *, head: Heads = None, batch: Batch = None, positions: Positions = None
 ) -> Intervention:
-    """A vector, such as a steering vector at a `residual`, or anything that fits the site as in `patch`."""
+    """Add a vector, such as a steering vector at a `residual`, or any value that fits the site as in `patch`."""
 
-    def change(x: Tensor, spot: Spot) -> Tensor:
-        new, there = _fit(_value(vector, spot.site), x, spot)
+    def change(x: Tensor, call: SiteCall) -> Tensor:
+        new, there = _fit(_value(vector, call.site), x, call)
         return torch.where(there, x + new, x)
 
     return Intervention(
@@ -179,24 +179,24 @@ def add(
 
 @contextmanager
 def intervene(model: nn.Module, *interventions: Intervention) -> Generator[None]:
-    """Make these changes in every call of the model inside the `with`. Nothing stays attached afterwards."""
+    """Apply these changes in every call of the model inside the `with`. All hooks are removed afterwards."""
     plan = _plan(model, interventions)
     fired: set[str] = set()
     with ExitStack() as attached:
         attached.enter_context(uncompiled(model))
         for name, block in blocks_of(model).items():
-            here = _Here(name, plan, fired)
-            if not here.is_needed:
+            hooks = _BlockHooks(name, plan, fired)
+            if not hooks.is_needed:
                 continue
-            attached.callback(block.register_forward_pre_hook(here.enter, with_kwargs=True).remove)
+            attached.callback(block.register_forward_pre_hook(hooks.enter, with_kwargs=True).remove)
             for step, attention in (("attention", block.attention), ("cross", block.cross)):
-                if attention is not None and here.changes(*(f"{step}.{part}" for part in ATTENTION)):
-                    attached.callback(attention.heads.register_forward_pre_hook(here.before(step)).remove)
-                    attached.callback(attention.heads.register_forward_hook(here.after(step)).remove)
-            if here.changes("feedforward.hidden"):
-                attached.callback(block.feedforward.down.register_forward_pre_hook(here.hidden).remove)
-            if here.changes("residual"):
-                attached.callback(block.register_forward_hook(here.leave).remove)
+                if attention is not None and hooks.changes(*(f"{step}.{part}" for part in ATTENTION)):
+                    attached.callback(attention.heads.register_forward_pre_hook(hooks.before(step)).remove)
+                    attached.callback(attention.heads.register_forward_hook(hooks.after(step)).remove)
+            if hooks.changes("feedforward.hidden"):
+                attached.callback(block.feedforward.down.register_forward_pre_hook(hooks.hidden).remove)
+            if hooks.changes("residual"):
+                attached.callback(block.register_forward_hook(hooks.leave).remove)
         yield
     if plan and not fired:
         raise InputError(
@@ -209,7 +209,7 @@ Plan = dict[str, list[Intervention]]
 
 
 def _plan(model: nn.Module, interventions: Sequence[Intervention]) -> Plan:
-    """Each site's changes in order."""
+    """The changes of each site, in order."""
     known, plan = sites(model), defaultdict[str, list[Intervention]](list)
     for one in interventions:
         for site in find_sites(one.pattern, list(known)):
@@ -226,27 +226,27 @@ def _plan(model: nn.Module, interventions: Sequence[Intervention]) -> Plan:
     return dict(plan)
 
 
-class _Here:
+class _BlockHooks:
     """The hooks of one block."""
 
     def __init__(self, name: str, plan: Plan, fired: set[str]) -> None:
         self.name, self.plan, self.fired = name, plan, fired
         self.entry = entry_of(name)
         self.is_needed = self.entry in plan or any(site.startswith(f"{name}.") for site in plan)
-        self.stands = torch.zeros(1, 0, dtype=torch.int64)
+        self.positions = torch.zeros(1, 0, dtype=torch.int64)
 
     def changes(self, *places: str) -> bool:
         return any(f"{self.name}.{place}" in self.plan for place in places)
 
-    def apply(self, site: str | None, x: Tensor, stands: Tensor | None = None) -> Tensor:
+    def apply(self, site: str | None, x: Tensor, positions: Tensor | None = None) -> Tensor:
         for one in self.plan.get(site or "", ()):
-            x = one.apply(x, Spot(str(site), self.stands if stands is None else stands))
+            x = one.apply(x, SiteCall(str(site), self.positions if positions is None else positions))
             self.fired.add(str(site))
         return x
 
     def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         x, mask = args
-        self.stands = _stands(x, mask, kwargs.get("cache"))
+        self.positions = _positions(x, mask, kwargs.get("cache"))
         return (self.apply(self.entry, x), mask), kwargs
 
     def leave(self, _: nn.Module, __: tuple[Any, ...], out: Tensor) -> Tensor:
@@ -270,26 +270,26 @@ class _Here:
         def hook(attention: Attend, args: tuple[Any, ...], out: Tensor) -> Tensor:
             if self.changes(f"{step}.scores", f"{step}.weights"):
                 given = lay_out(args)
-                look = look_at(given, attention.scale, tuple(range(out.shape[1])))
-                out = self._weigh_anew(step, look, given[2], out)
+                inputs = select_inputs(given, attention.scale, tuple(range(out.shape[1])))
+                out = self._recompute(step, inputs, given[2], out)
             return self.apply(f"{self.name}.{step}.out", out)
 
         return hook
 
-    def _weigh_anew(self, step: str, look: Look, v: Tensor, out: Tensor) -> Tensor:
-        """The equation with its scores or weights changed. Rows in which nothing changed keep the kernel's own result."""
+    def _recompute(self, step: str, inputs: AttentionInputs, v: Tensor, out: Tensor) -> Tensor:
+        """The attention with changed scores or weights. Rows without a change keep the kernel's result."""
         heads = tuple(range(out.shape[1]))
-        allowed = look.mask.allowed(look.T, v.shape[2], ALL, ALL, v.device)
-        before = look.weights(heads, ALL)
-        scores = self.apply(f"{self.name}.{step}.scores", look.scores(heads, ALL))
+        allowed = inputs.mask.allowed(inputs.T, v.shape[2], ALL, ALL, v.device)
+        before = inputs.weights(heads, ALL)
+        scores = self.apply(f"{self.name}.{step}.scores", inputs.scores(heads, ALL))
         weights = self.apply(f"{self.name}.{step}.weights", softmax_of(scores, allowed).to(v.dtype))
         grouped = weights.unflatten(1, (v.shape[1], -1)).flatten(2, 3)
         new = (grouped @ v).unflatten(2, (-1, out.shape[2])).flatten(1, 2)
         return torch.where((weights == before).all(-1, keepdim=True), out, new)
 
 
-def _stands(x: Tensor, mask: Mask | None, cache: Any) -> Int[Tensor, "_ T"]:
-    """Where each token of a call stands in its text; ABSENT for padding."""
+def _positions(x: Tensor, mask: Mask | None, cache: Any) -> Int[Tensor, "_ T"]:
+    """The position of each token of a call in its text; ABSENT for padding."""
     if mask is not None and mask.queries is not None:
         return mask.queries
     if mask is not None and mask.keys is not None and mask.pages is None:
@@ -299,7 +299,7 @@ def _stands(x: Tensor, mask: Mask | None, cache: Any) -> Int[Tensor, "_ T"]:
 
 
 def _over(tokens: Tensor, x: Tensor) -> Tensor:
-    """Something for each token, laid along x's own tokens."""
+    """Values per token, shaped to broadcast over x."""
     return tokens[:, None, :, None] if x.ndim == 4 else tokens[..., None]
 
 
@@ -320,31 +320,31 @@ def _rows(batch: int | Sequence[int] | Tensor, x: Tensor, site: str) -> Bool[Ten
     return torch.isin(torch.arange(len(x), device=x.device), _numbers([row % len(x) for row in rows], x))
 
 
-def _tokens(positions: int | Sequence[int] | slice | Tensor, x: Tensor, spot: Spot) -> Bool[Tensor, "_ T"]:
-    stands = spot.stands
-    end = stands.amax(-1, keepdim=True) + 1
+def _tokens(positions: int | Sequence[int] | slice | Tensor, x: Tensor, call: SiteCall) -> Bool[Tensor, "_ T"]:
+    at = call.positions
+    end = at.amax(-1, keepdim=True) + 1
     if isinstance(positions, slice):
         low, high, step = positions.start or 0, positions.stop, positions.step or 1
         low = end + low if low < 0 else torch.full_like(end, low)
-        chosen = (stands >= low) & ((stands - low) % step == 0)
-        return chosen if high is None else chosen & (stands < (end + high if high < 0 else high))
+        chosen = (at >= low) & ((at - low) % step == 0)
+        return chosen if high is None else chosen & (at < (end + high if high < 0 else high))
     if isinstance(positions, Tensor) and positions.dtype == torch.bool:
         if positions.shape != (len(x), x.shape[-2]):
             raise InputError(
-                f"{spot.site!r} has {(len(x), x.shape[-2])} (rows, tokens), but positions= is of shape "
+                f"{call.site!r} has {(len(x), x.shape[-2])} (rows, tokens), but positions= is of shape "
                 f"{tuple(positions.shape)}; give one boolean a token of the call, or positions by number"
             )
         return positions.to(x.device)
-    numbers = [positions] if isinstance(positions, int) else [int(at) for at in positions]
-    chosen = torch.isin(stands, _numbers([at for at in numbers if at >= 0], x))
-    return chosen | torch.isin(stands - end, _numbers([at for at in numbers if at < 0], x))
+    numbers = [positions] if isinstance(positions, int) else [int(n) for n in positions]
+    chosen = torch.isin(at, _numbers([n for n in numbers if n >= 0], x))
+    return chosen | torch.isin(at - end, _numbers([n for n in numbers if n < 0], x))
 
 
-def _fit(value: Tensor, x: Tensor, spot: Spot) -> tuple[Tensor, Tensor]:
-    """The value as x's, and where there is one."""
+def _fit(value: Tensor, x: Tensor, call: SiteCall) -> tuple[Tensor, Tensor]:
+    """The value, shaped and cast as x, and the elements for which there is one."""
     value, there = value.to(x), torch.ones((), dtype=torch.bool, device=x.device)
     if value.ndim == x.ndim and value.shape[-2] not in (1, x.shape[-2]):
-        n, at = value.shape[-2], _over(spot.stands, x)
+        n, at = value.shape[-2], _over(call.positions, x)
         there = (at >= 0) & (at < n)
         value = torch.take_along_dim(value, at.clamp(0, n - 1), -2)
     try:
@@ -353,7 +353,7 @@ def _fit(value: Tensor, x: Tensor, spot: Spot) -> tuple[Tensor, Tensor]:
         fits = False
     if not fits:
         raise InputError(
-            f"{spot.site!r} is {tuple(x.shape)} in this call, and a value of shape {tuple(value.shape)} does not fit it; "
+            f"{call.site!r} is {tuple(x.shape)} in this call, and a value of shape {tuple(value.shape)} does not fit it; "
             f"take it from a run of as many rows, or give one vector of {x.shape[-1]}"
         )
     return value, there

@@ -1,15 +1,15 @@
-"""`probe`: what went on inside a model, seen from outside.
+"""`probe`: record what a model computes at chosen sites.
 
     with ch.probe(model, "blocks.*.attention.weights") as seen:
         model(tokens)
     seen["blocks.3.attention.weights"]            # (B, H, T, S)
     seen.rows("blocks.3.attention.weights", -1, head=5)  # (B, 1, 1, S): one row of one head
 
-The model runs as it always does, on its fast kernels: of attention, only q and k are kept, and weights are computed from them
-when asked for, for just the heads and rows asked for. Of a long text, `probe(..., head=5, rows=-1)` keeps no more than these need.
+The model runs on its usual fast kernels. Of an attention only q and k are kept; its weights are computed from them when they
+are read, for the heads and rows that are read. On a long text, `probe(..., head=5, rows=-1)` keeps only what these need.
 
-A compiled model, handed in as such, runs uncompiled as long as it is looked at: its graphs know no hooks. A function compiled
-around a model keeps its graph, which passes no hook (the site is then "not reached"): call the model itself.
+A compiled model runs uncompiled inside the `with`, since its graphs run no hooks. A compiled function that calls the model keeps
+its graph and runs no hook either (the site is then "not reached"): call the model itself.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from clearhead import viewers
 from clearhead.engine.kv_cache import unpage
 from clearhead.errors import InputError, did_you_mean
 from clearhead.layers.attend import attention_scores, softmax_of
@@ -32,7 +33,7 @@ from clearhead.layers.block import Block
 from clearhead.layers.masks import Mask
 from clearhead.layers.positions import Bias
 
-# By the legend of layers/: what each part of an attention, and each other place of a block, holds.
+# The sites of an attention and of the rest of a block, with their shapes (legend in layers/).
 ATTENTION = {
     "q": "(B, H, T, E)",
     "k": "(B, K, S, E)",
@@ -49,55 +50,55 @@ ALL = slice(None)
 
 
 @dataclass(frozen=True)
-class Look:
-    """What one attention was given: enough to compute the rows and heads that were asked for.
+class AttentionInputs:
+    """The inputs of one attention: enough to compute the scores and weights of the kept heads and rows.
 
-    Copies, since a cache writes over its keys.
+    A probe stores copies, since a cache overwrites its keys.
     """
 
     q: Float[Tensor, "B h t E"]
     k: Float[Tensor, "B _ S E"]
-    heads: tuple[int, ...]  # of the attention, those in q
-    groups: tuple[int, ...]  # of k, the one that each of them looks at
-    T: int  # rows there were
-    kept: slice  # of them, those in q
+    heads: tuple[int, ...]  # the numbers of the heads in q
+    groups: tuple[int, ...]  # for each of them, the index of its key head in k
+    T: int  # rows of the whole call
+    kept: slice  # the rows in q
     mask: Mask
     bias: Bias | None
     scale: float | None
 
-    def scores(self, at: tuple[int, ...], rows: slice) -> Float[Tensor, "B h t S"]:
-        """q k^T / sqrt(E) + bias for some of the kept heads and rows, by their place among these."""
+    def scores(self, indices: tuple[int, ...], rows: slice) -> Float[Tensor, "B h t S"]:
+        """q k^T / sqrt(E) + bias for some of the kept heads and rows, by their index among the kept ones."""
         q, k, n = self.q[:, :, rows], self.k, len(self.heads)
-        as_they_lie = self.groups == tuple(i * k.shape[1] // n for i in range(n))
-        if at != tuple(range(n)) or not as_they_lie:  # else nothing is copied
-            q, k = q[:, list(at)], k[:, [self.groups[i] for i in at]]
+        is_in_order = self.groups == tuple(i * k.shape[1] // n for i in range(n))
+        if indices != tuple(range(n)) or not is_in_order:  # else no copy is needed
+            q, k = q[:, list(indices)], k[:, [self.groups[i] for i in indices]]
         scores = attention_scores(q, k, scale=self.scale)
         if self.bias is None:
             return scores
-        rows, heads = self._of_all(rows), [self.heads[i] for i in at]
+        rows, heads = self._rows_of_call(rows), [self.heads[i] for i in indices]
         if isinstance(self.bias, Tensor):
             bias = self.bias[:, :, rows]
         else:
             bias = self.bias.dense(self.mask.distances(self.T, k.shape[2], rows, ALL, k.device))
         return scores + (bias if bias.shape[1] == 1 else bias[:, heads])
 
-    def weights(self, at: tuple[int, ...], rows: slice) -> Float[Tensor, "B h t S"]:
-        allowed = self.mask.allowed(self.T, self.k.shape[2], self._of_all(rows), ALL, self.k.device)
-        return softmax_of(self.scores(at, rows), allowed).to(self.q.dtype)
+    def weights(self, indices: tuple[int, ...], rows: slice) -> Float[Tensor, "B h t S"]:
+        allowed = self.mask.allowed(self.T, self.k.shape[2], self._rows_of_call(rows), ALL, self.k.device)
+        return softmax_of(self.scores(indices, rows), allowed).to(self.q.dtype)
 
-    def _of_all(self, rows: slice) -> slice:
-        """Some of the kept rows, counted among all there were."""
+    def _rows_of_call(self, rows: slice) -> slice:
+        """Some of the kept rows, as rows of the whole call."""
         which = range(*self.kept.indices(self.T))[rows]
         return slice(which.start, max(which.stop, 0), which.step)
 
 
 class Seen:
-    """The sites that a probe saw in the model's last call, by name."""
+    """What a probe recorded in the model's last call, by site."""
 
     def __init__(self, head: Heads = None, rows: Rows = ALL) -> None:
-        self.head, self.kept = head, as_slice(rows)  # what is kept of each site
-        self.heads: dict[str, tuple[int, ...]] = {}  # of each tensor that has heads, those kept
-        self.looks: dict[str, Look] = {}  # by the attention's name
+        self.head, self.kept = head, as_slice(rows)  # the heads and rows that are kept
+        self.heads: dict[str, tuple[int, ...]] = {}  # the kept heads of each tensor that has heads
+        self.attention: dict[str, AttentionInputs] = {}  # by the attention's name, such as "blocks.3.attention"
         self.tensors: dict[str, Tensor] = {}
         self.sites: list[str] = []
 
@@ -115,14 +116,14 @@ class Seen:
 
     @torch.no_grad()
     def rows(self, site: str, rows: Rows = ALL, *, head: Heads = None) -> Tensor:
-        """Some rows and heads of a site, no axis left out; of attention's weights and scores only these are computed.
+        """Some rows and heads of a site; all axes stay. Of an attention's weights and scores only these are computed.
 
-        Rows are those of the call's tokens, of k and v the keys'; where the probe kept some only, they are counted among these.
+        Rows are tokens of the call (for k and v: keys). If the probe kept only some rows, they are counted among the kept ones.
         """
         if site not in self.sites:
             raise InputError(f"{site!r} was not probed; {did_you_mean(site, self.sites)}")
         name, _, part = site.rpartition(".")
-        if site not in self.tensors and name not in self.looks:
+        if site not in self.tensors and name not in self.attention:
             raise InputError(f"{site!r} was not reached; call the model inside the `with` first")
         rows = as_slice(rows)
         if site in self.tensors:
@@ -131,10 +132,10 @@ class Seen:
                 return tensor[..., rows, :]
             if site not in self.heads:
                 raise InputError(f"{site!r} has no heads, but head={head!r} was asked for; leave it out")
-            return tensor[:, _places(head, self.heads[site], site), rows]
-        look = self.looks[name]
-        at = tuple(range(len(look.heads))) if head is None else tuple(_places(head, look.heads, site))
-        return look.scores(at, rows) if part == "scores" else look.weights(at, rows)
+            return tensor[:, _indices(head, self.heads[site], site), rows]
+        given = self.attention[name]
+        indices = tuple(range(len(given.heads))) if head is None else tuple(_indices(head, given.heads, site))
+        return given.scores(indices, rows) if part == "scores" else given.weights(indices, rows)
 
     def plot(
         self,
@@ -145,23 +146,24 @@ class Seen:
         tokens: Sequence[str] = (),
         columns: Sequence[str] = (),
     ) -> Any:
-        """A matplotlib figure of the attention at a site, one head's or the mean of all; needs clearhead[plot].
+        """A matplotlib figure of the attention at a site, of one head or the mean of all; needs clearhead[plot].
 
-        A notebook shows it by itself; `.savefig("map.svg")` or .png keeps it.
+        A notebook displays it; `.savefig("map.svg")` (or .png) writes a file.
         """
-        from clearhead.inside.figures import plot_seen
+        from clearhead.inside.plots import plot_seen
 
         return plot_seen(self, site, head=head, batch=batch, tokens=tokens, columns=columns)
 
     def show(self, tokens: Sequence[str] = (), columns: Sequence[str] = (), **options: Any) -> Any:
-        """The attention seen, as the explorer's page in a notebook's frame; it stays when the notebook is saved."""
-        from clearhead.inside.pages import show_seen
+        """The recorded attention as the explorer's page, in a notebook's output; it is saved with the notebook.
 
-        return show_seen(self, tokens, columns, **options)
+        The page is in a room to the right of this one, so it is called through the viewer that the front door has set.
+        """
+        return viewers.show_seen(self, tokens, columns, **options)
 
 
 def sites(model: nn.Module) -> dict[str, str]:
-    """Every place that can be looked at, in the order of the computation, and its shape by the legend of layers/."""
+    """Every site of a model in the order of the computation, with its shape (legend in layers/)."""
     found: dict[str, str] = {}
     for name, block in blocks_of(model).items():
         if (entry := entry_of(name)) is not None:
@@ -173,19 +175,19 @@ def sites(model: nn.Module) -> dict[str, str]:
 
 
 def entry_of(block: str) -> str | None:
-    """The site of what enters a stack, for its first block."""
+    """The name of the site before a stack's first block; None for any other block."""
     return block.removesuffix("blocks.0") + "embedding" if block.endswith("blocks.0") else None
 
 
 def blocks_of(model: nn.Module) -> dict[str, Block]:
-    """A model's blocks by name, compiled or not."""
+    """A model's blocks by name, whether compiled or not."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, Block)}
     return {".".join(part for part in name.split(".") if part != "_orig_mod"): block for name, block in found.items()}
 
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Generator[None]:
-    """Compiled modules, the model itself or inside it, run as they were written."""
+    """Run compiled modules, the model itself or its parts, uncompiled."""
     whole = [module for module in model.modules() if module._compiled_call_impl is not None]  # pyright: ignore[reportPrivateUsage]
     around = [module for module in model.modules() if "_orig_mod" in module._modules]  # pyright: ignore[reportPrivateUsage]
     graphs = [module._compiled_call_impl for module in whole]  # pyright: ignore[reportPrivateUsage]
@@ -212,10 +214,10 @@ def find_sites(pattern: str, known: Sequence[str]) -> list[str]:
 
 @contextmanager
 def probe(model: nn.Module, *patterns: str, head: Heads = None, rows: Rows = ALL) -> Generator[Seen]:
-    """Look at the sites whose names match a pattern (`*` matches anything). Nothing stays attached afterwards.
+    """Record the sites whose names match a pattern (`*` matches anything). All hooks are removed afterwards.
 
-    Only what `head` and `rows` name is kept, and `seen` shows it alone: of GPT-2 at 32,768 tokens, a layer's queries and keys
-    are 200 MB, the keys of one head 8 MB.
+    Only the heads and rows named by `head` and `rows` are kept: in GPT-2 at 32,768 tokens, a layer's queries and keys are 200 MB,
+    the keys of one head 8 MB.
     """
     seen, known = Seen(head, rows), list(sites(model))
     for pattern in patterns or ("*",):
@@ -228,7 +230,7 @@ def probe(model: nn.Module, *patterns: str, head: Heads = None, rows: Rows = ALL
             for step, attention in (("attention", block.attention), ("cross", block.cross)):
                 wanted = [part for part in ATTENTION if f"{name}.{step}.{part}" in seen.sites]
                 if attention is not None and wanted:
-                    keep = _keep_look(seen, f"{name}.{step}", wanted)
+                    keep = _keep_attention(seen, f"{name}.{step}", wanted)
                     attached.callback(attention.heads.register_forward_hook(keep).remove)
             if f"{name}.feedforward.hidden" in seen.sites:
                 keep = _keep_input(seen, f"{name}.feedforward.hidden")
@@ -240,7 +242,7 @@ def probe(model: nn.Module, *patterns: str, head: Heads = None, rows: Rows = ALL
 
 
 def heads_of(head: Heads, n_heads: int, site: str) -> tuple[int, ...]:
-    """The heads named, each below `n_heads`."""
+    """The numbers of the chosen heads, each checked to be below `n_heads`."""
     heads = tuple(range(n_heads)) if head is None else (head,) if isinstance(head, int) else tuple(head)
     wrong = [h for h in heads if not 0 <= h < n_heads]
     if wrong or not heads:
@@ -252,8 +254,8 @@ def as_slice(rows: Rows) -> slice:
     return rows if isinstance(rows, slice) else slice(rows, rows + 1 or None)
 
 
-def _places(head: Heads, kept: tuple[int, ...], site: str) -> list[int]:
-    """Where the heads asked for stand among those kept."""
+def _indices(head: Heads, kept: tuple[int, ...], site: str) -> list[int]:
+    """The indices of some heads among the kept ones."""
     heads = (head,) if isinstance(head, int) else tuple(head or ())
     if not heads or not set(heads) <= set(kept):
         held = ", ".join(map(str, kept))
@@ -265,18 +267,18 @@ Given = tuple[Tensor, Tensor, Tensor, Mask, Bias | None]  # q, k, v, mask, bias
 
 
 def lay_out(inputs: tuple[Any, ...]) -> Given:
-    """An attention's inputs, keys and values side by side if they were in blocks."""
+    """An attention's inputs, with keys and values gathered if they were in blocks."""
     q, k, v, mask, bias = inputs
     return q, *unpage(k, v, Mask() if mask is None else mask), bias
 
 
-def look_at(given: Given, scale: float | None, heads: tuple[int, ...], rows: slice = ALL) -> Look:
-    """What these heads and rows need of an attention's inputs, not copied."""
+def select_inputs(given: Given, scale: float | None, heads: tuple[int, ...], rows: slice = ALL) -> AttentionInputs:
+    """The part of an attention's inputs that these heads and rows need; views, not copies."""
     q, k, _, mask, bias = given
     group = q.shape[1] // k.shape[1]
-    groups = tuple(dict.fromkeys(head // group for head in heads))  # one key head serves several queries'
+    groups = tuple(dict.fromkeys(head // group for head in heads))  # several query heads share one key head
     served = tuple(groups.index(head // group) for head in heads)
-    return Look(
+    return AttentionInputs(
         _heads_of(q, heads)[:, :, rows], _heads_of(k, groups), heads, served, q.shape[2], rows, mask, bias, scale
     )
 
@@ -285,14 +287,14 @@ def _heads_of(x: Float[Tensor, "B h T E"], heads: tuple[int, ...]) -> Float[Tens
     return x if len(heads) == x.shape[1] else x[:, list(heads)]
 
 
-def _keep_look(seen: Seen, name: str, wanted: list[str]) -> Callable[..., None]:
+def _keep_attention(seen: Seen, name: str, wanted: list[str]) -> Callable[..., None]:
     def hook(attention: Attend, inputs: tuple[Any, ...], out: Tensor) -> None:
         given = lay_out(inputs)
         heads = heads_of(seen.head, out.shape[1], name)
         groups = tuple(dict.fromkeys(head * given[1].shape[1] // out.shape[1] for head in heads))
         if "weights" in wanted or "scores" in wanted:
-            look = look_at(given, attention.scale, heads, seen.kept)
-            seen.looks[name] = replace(look, q=look.q.detach().clone(), k=look.k.detach().clone())
+            kept = select_inputs(given, attention.scale, heads, seen.kept)
+            seen.attention[name] = replace(kept, q=kept.q.detach().clone(), k=kept.k.detach().clone())
         for part, x in zip(("q", "k", "v", "out"), (*given[:3], out), strict=True):
             if part in wanted:
                 which, rows = (groups, ALL) if part in "kv" else (heads, seen.kept)
@@ -318,3 +320,15 @@ def _keep_output(seen: Seen, name: str) -> Callable[..., None]:
 
 def _rows_of(x: Float[Tensor, "B T d"], rows: slice) -> Float[Tensor, "B t d"]:
     return x.detach() if rows == ALL else x[:, rows].detach().clone()
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Generator[None]:
+    """Without dropout inside; each module's mode is restored afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

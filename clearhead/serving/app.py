@@ -26,15 +26,16 @@ from clearhead.generation import Request as Asked
 from clearhead.generation import Ticket
 from clearhead.generation.transcription import Scribe
 from clearhead.models import EncoderDecoder
-from clearhead.serving import answers, guards
-from clearhead.serving.answers import Piece, Wish
+from clearhead.serving import guards
+from clearhead.serving import text_deltas as answers
 from clearhead.serving.asking import align, ask, chat_ids, embed_texts, format_grammar, translation
-from clearhead.serving.explain import MAX_NEW, Plan, explain, make_plan
-from clearhead.serving.explorer import add_explorer
+from clearhead.serving.explanation import MAX_NEW, Plan, explain, make_plan
+from clearhead.serving.explorer_routes import add_explorer
 from clearhead.serving.guards import Guard, Limits
-from clearhead.serving.hosts import MAX_WAITING, BrokenError, FullError, Host
 from clearhead.serving.metrics import Count, Metrics
+from clearhead.serving.model_worker import MAX_WAITING, BrokenError, FullError, Host
 from clearhead.serving.protocol import Chat, Completion, Embedding, Translation, Writing
+from clearhead.serving.text_deltas import Piece, Wish
 
 log = logging.getLogger("clearhead.serving")
 

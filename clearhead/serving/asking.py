@@ -16,8 +16,8 @@ from clearhead.generation.embeddings import embed_ids
 from clearhead.generation.texts import make_grammar, make_request
 from clearhead.inside import probe
 from clearhead.models import Decoder, Encoder, EncoderDecoder
-from clearhead.serving import answers
-from clearhead.serving.hosts import Host
+from clearhead.serving import text_deltas as answers
+from clearhead.serving.model_worker import Host
 from clearhead.serving.protocol import Chat, ResponseFormat, Translation, Writing
 
 

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 if TYPE_CHECKING:
-    from clearhead.serving.hosts import Host
+    from clearhead.serving.model_worker import Host
 
 log = logging.getLogger("clearhead.serving")
 

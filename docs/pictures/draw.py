@@ -15,20 +15,19 @@ import torch
 
 import clearhead as ch
 from clearhead.inside import head_scores, logit_attribution, logit_lens, repeated_tokens
-from clearhead.inside.drawing import Picture
-from clearhead.inside.figures import (
+from clearhead.inside.figure_grid import PlotFigure
+from clearhead.inside.plots import (
     plot_attribution,
     plot_heads,
     plot_lens,
-    plot_positions,
     plot_seen,
-    standard_positions,
 )
+from clearhead.inside.position_plots import plot_positions, standard_positions
 
 HERE = Path(__file__).parent
 
 
-def save(figure: Picture, name: str, dpi: int = 110) -> None:
+def save(figure: PlotFigure, name: str, dpi: int = 110) -> None:
     figure.savefig(HERE / f"{name}.png", dpi=dpi, metadata={"Software": None})
 
 

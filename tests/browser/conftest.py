@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, sync_playwright
 
 from tests.browser.models import make_models
 from tests.browser.opened import Opened
-from tests.serving.running import served
+from tests.serving.live_server import served
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 Open = Callable[..., Opened]

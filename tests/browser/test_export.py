@@ -10,7 +10,7 @@ import torch
 
 import clearhead as ch
 from clearhead.explorer import export_page, tokenizer_of
-from clearhead.inside.pages import show_seen
+from clearhead.explorer.notebook import show_seen
 from tests.browser.conftest import Open
 
 PANELS = ["heads", "lens", "flow", "generate", "positions", "sandbox", "geometry", "cost"]

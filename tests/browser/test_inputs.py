@@ -10,7 +10,7 @@ from playwright.sync_api import Browser
 import clearhead as ch
 from tests.browser.conftest import Open
 from tests.browser.opened import Opened
-from tests.serving.running import served
+from tests.serving.live_server import served
 
 TEXTS = {
     "one token": "a",

@@ -9,7 +9,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 
-from clearhead.inside.pages import unpack
+from clearhead.explorer.wire_format import unpack
 from tests.browser.conftest import Open
 from tests.browser.models import LETTERS, known_pattern
 from tests.browser.opened import Opened

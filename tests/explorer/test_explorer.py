@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 
 import clearhead as ch
-from clearhead.explorer import Explorer, runs
-from clearhead.explorer.asking import Params
+from clearhead.explorer import Explorer, forward_passes
 from clearhead.explorer.explorer import ANSWERS
-from clearhead.explorer.inputs import examples, sample_sound
+from clearhead.explorer.fields import Fields
+from clearhead.explorer.samples import example_text, sample_sound
+from clearhead.explorer.wire_format import unpack
 from clearhead.inside import attention_rollout, head_scores, intervene, logit_lens, probe, sweep, zero
-from clearhead.inside.pages import unpack
 from clearhead.models import EncoderDecoder
 from tests.explorer.models import KINDS, TEXT, make_explorer, make_run
 
@@ -58,7 +58,7 @@ def weights_of(explorer: Explorer, run: Mapping[str, Any], site: str) -> torch.T
 def test_maps_rows_and_thumbnails_are_the_probes(explorers: dict[str, Explorer], kind: str) -> None:
     explorer = explorers[kind]
     run = make_run(explorer)
-    for attention in explorer.described()["attentions"]:
+    for attention in explorer.description()["attentions"]:
         for layer, site in enumerate(attention["sites"]):
             weights = weights_of(explorer, run, site)
             H, T, S = weights.shape
@@ -96,7 +96,7 @@ def test_scores_are_those_of_the_heads(explorers: dict[str, Explorer], kind: str
     run = make_run(explorer)
     inputs = inputs_of(explorer, run)
     expected = {(score.site, score.head): score for score in head_scores(explorer.model, *inputs)}
-    for attention in explorer.described()["attentions"]:
+    for attention in explorer.description()["attentions"]:
         for layer, site in enumerate(attention["sites"]):
             for told in ask(explorer, "grid", run=run, attention=attention["name"], layer=layer)[0]["scores"]:
                 score = expected[f"{site}.weights", told["head"]]
@@ -153,7 +153,7 @@ def test_a_translation_is_the_greedy_one(explorers: dict[str, Explorer]) -> None
 @pytest.mark.parametrize("kind", ["decoder", "classes", "vit", "pair"])
 def test_changed_heads_change_the_answer(explorers: dict[str, Explorer], kind: str) -> None:
     explorer = explorers[kind]
-    site = explorer.described()["attentions"][-1]["sites"][1]
+    site = explorer.description()["attentions"][-1]["sites"][1]
     changes = [{"site": site, "head": head, "how": "zero"} for head in (0, 2)]
     run = make_run(explorer, **({"target": "the cat"} if kind == "pair" else {}))
     told, _ = ask(explorer, "read", run={**run, "changes": changes})
@@ -254,7 +254,7 @@ def test_a_sweep_is_the_sweep(explorers: dict[str, Explorer]) -> None:
     for change in changes:
         changed = {**run, "changes": [change], "second": "a dog ran over the hill"}
         told, _ = ask(explorer, "sweep", run=changed, attention="attention", layer=1)
-        with torch.no_grad(), explorer.runs.changed(explorer.runs.read(Params({"run": changed}))):
+        with torch.no_grad(), explorer.passes.changed(explorer.passes.parse(Fields({"run": changed}))):
             base = F.cross_entropy(explorer.model(ids)[0], targets[0], ignore_index=-100)
             with intervene(explorer.model, zero("blocks.1.attention.out", head=0)):
                 without = F.cross_entropy(explorer.model(ids)[0], targets[0], ignore_index=-100)
@@ -262,7 +262,7 @@ def test_a_sweep_is_the_sweep(explorers: dict[str, Explorer]) -> None:
         assert told["effects"][0]["d_loss"] == pytest.approx(float(without - base), abs=CLOSE)
     for kind in ("masked", "classes", "pair", "whisper", "vit"):
         effects = ask(explorers[kind], "sweep", run=make_run(explorers[kind]))[0]["effects"]
-        heads = sum(sum(each["n_heads"]) for each in explorers[kind].described()["attentions"])
+        heads = sum(sum(each["n_heads"]) for each in explorers[kind].description()["attentions"])
         assert len(effects) == heads
 
 
@@ -350,7 +350,7 @@ def test_texts_of_every_sort(explorers: dict[str, Explorer], text: str) -> None:
         explorer = explorers[kind]
         run = make_run(explorer, text)
         told, _ = ask(explorer, "read", run=run)
-        for attention in explorer.described()["attentions"]:
+        for attention in explorer.description()["attentions"]:
             _, arrays = ask(explorer, "grid", run=run, attention=attention["name"], layer=1)
             assert arrays["thumbs"].shape == (3, 32, 32)
         assert len(told["source"]["tokens"]) == len(told["source"]["ids"])
@@ -374,16 +374,16 @@ def test_what_is_kept_grows_with_the_length_and_not_its_square(monkeypatch: pyte
     for n in (1, 2, 4):
         run = make_run(explorer, "the cat sat " * 4 * n)
         ask(explorer, "grid", run=run, attention="attention", layer=1)
-        made = next(reversed(explorer.runs.kept.values()))
+        made = next(reversed(explorer.passes.cached.values()))
         T = len(made.strip.ids)
         assert made.n_bytes == 4 * T * 24 * (3 * 2 + 4 + 1)  # q and k of three layers, four streams, and the states
         sizes.append(made.n_bytes)
-    assert len(explorer.runs.kept) == 3
-    monkeypatch.setattr(runs, "KEPT_BYTES", sizes[-1] + 1)
+    assert len(explorer.passes.cached) == 3
+    monkeypatch.setattr(forward_passes, "CACHE_BYTES", sizes[-1] + 1)
     ask(explorer, "read", run=make_run(explorer, "the"))
     ask(explorer, "read", run=make_run(explorer, "the mat"))
-    assert sum(each.n_bytes for each in explorer.runs.kept.values()) <= sizes[-1] + 1
-    assert len(explorer.runs.kept) >= 1
+    assert sum(each.n_bytes for each in explorer.passes.cached.values()) <= sizes[-1] + 1
+    assert len(explorer.passes.cached) >= 1
 
 
 def test_nothing_stays_attached(explorers: dict[str, Explorer]) -> None:
@@ -395,7 +395,7 @@ def test_nothing_stays_attached(explorers: dict[str, Explorer]) -> None:
 
 def test_the_example_is_of_the_models_own_data(explorers: dict[str, Explorer], tmp_path: Path) -> None:
     model, tokenizer = explorers["pair"].model, explorers["pair"].inputs.tokenizer
-    assert examples(model, tokenizer, tmp_path) == "le 3 mars 1987"
+    assert example_text(model, tokenizer, tmp_path) == "le 3 mars 1987"
     rows = [
         {"kind": "valid", "step": 10, "loss": 1.0, "samples": [{"input": "mardi", "output": "", "wanted": ""}]},
         {"kind": "train", "step": 15, "loss": 1.0},
@@ -407,13 +407,13 @@ def test_the_example_is_of_the_models_own_data(explorers: dict[str, Explorer], t
         },
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"cut of')
-    assert examples(model, tokenizer, tmp_path) == "7 mars 1989"
-    assert "<mask>" in examples(explorers["masked"].model, explorers["masked"].inputs.tokenizer)
+    assert example_text(model, tokenizer, tmp_path) == "7 mars 1989"
+    assert "<mask>" in example_text(explorers["masked"].model, explorers["masked"].inputs.tokenizer)
     words = ch.train_tokenizer(texts=["zig zag zog"] * 9, kind="wordpiece", vocab_size=60, special=["[UNK]"])
-    example = examples(explorers["decoder"].model, words)
+    example = example_text(explorers["decoder"].model, words)
     assert example
     assert words.unk not in words.encode(example, special=False)
-    assert examples(explorers["vit"].model, None) == "sample:0"
+    assert example_text(explorers["vit"].model, None) == "sample:0"
 
 
 def test_a_sample_sound_fills_seconds() -> None:
@@ -544,4 +544,4 @@ def test_what_is_wrong_is_said(explorers: dict[str, Explorer]) -> None:
         explorers["vit"].answer("geometry", {"model": "vit"})
     with pytest.raises(ch.InputError, match="sample:0"):
         explorers["vit"].answer("read", {"run": {"model": "vit", "text": "upload:../../x"}})
-    assert json.dumps(explorer.described())
+    assert json.dumps(explorer.description())

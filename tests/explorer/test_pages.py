@@ -16,8 +16,9 @@ import torch
 
 import clearhead as ch
 from clearhead.explorer import Explorer, export_page
+from clearhead.explorer.standalone_page import MAX_BYTES, PAGE_FILES
+from clearhead.explorer.wire_format import key_of, pack, unpack
 from clearhead.inside import probe
-from clearhead.inside.pages import FILES, MOST_BYTES, key_of, pack, unpack
 from tests.explorer.models import TEXT, make_explorer, make_run
 
 
@@ -50,7 +51,7 @@ CASES: list[Any] = [
 @pytest.mark.skipif(shutil.which("node") is None, reason="node makes the other side's keys")
 @pytest.mark.parametrize("params", CASES)
 def test_the_page_makes_the_same_keys(params: dict[str, Any]) -> None:
-    source = (FILES / "ask.js").read_text()
+    source = (PAGE_FILES / "ask.js").read_text()
     function = source[source.index("export function canonical") : source.index("/** The packed form")]
     script = f"{function.removeprefix('export ')}; process.stdout.write(canonical('read', {json.dumps(params)}))"
     found = subprocess.run(["node", "-e", script], capture_output=True, check=True).stdout.decode()
@@ -86,10 +87,10 @@ def test_an_exported_page_has_what_the_page_asks(kind: str) -> None:
     told = answers_in(page)
     assert len(page.encode()) < 3_000_000
     assert loads_nothing(page)
-    run = make_run(explorer, explorer.described()["example"])
-    run = {**run, "text": explorer.described()["example"]}
+    run = make_run(explorer, explorer.description()["example"])
+    run = {**run, "text": explorer.description()["example"]}
     assert told[key_of("read", {"run": run})] == explorer.answer("read", {"run": run})
-    for attention in explorer.described()["attentions"]:
+    for attention in explorer.description()["attentions"]:
         for layer, site in enumerate(attention["sites"]):
             asked: dict[str, Any] = {"run": run, "attention": attention["name"], "layer": layer, "size": 32}
             assert key_of("grid", asked) in told
@@ -108,7 +109,7 @@ def test_a_page_stays_below_its_size_and_says_what_it_left_out(explorer: Explore
     page = export_page(explorer.model, explorer.inputs.tokenizer, TEXT * 2, name="decoder", most=most)
     assert len(page.encode()) <= most < len(small.encode())
     assert "maps did not fit" in page
-    assert MOST_BYTES == 10_000_000
+    assert MAX_BYTES == 10_000_000
 
 
 @pytest.mark.usefixtures("unchecked")

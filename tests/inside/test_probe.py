@@ -248,9 +248,9 @@ def test_rows_are_a_slice_of_all(name: str, part: str) -> None:
 def held_by(seen: Seen) -> int:
     """Bytes of all memory that what was seen keeps alive."""
     tensors = [*seen.tensors.values()]
-    for look in seen.looks.values():
-        tensors += [look.q, look.k, *(x for x in vars(look.mask).values() if isinstance(x, Tensor))]
-        tensors += [look.bias] if isinstance(look.bias, Tensor) else []
+    for kept in seen.attention.values():
+        tensors += [kept.q, kept.k, *(x for x in vars(kept.mask).values() if isinstance(x, Tensor))]
+        tensors += [kept.bias] if isinstance(kept.bias, Tensor) else []
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     return sum(storages.values())
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.serving.running import make_models, served
+from tests.serving.live_server import make_models, served
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
-from tests.serving.running import make_models, served
+from tests.serving.live_server import make_models, served
 
 LEAKS = re.compile(r"Traceback|File \"|\.py\b|site-packages|/home/|/tmp/|0x[0-9a-f]{6,}|torch\.|pydantic")
 ODD: list[Any] = [

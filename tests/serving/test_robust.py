@@ -27,9 +27,9 @@ from clearhead.generation import Request
 from clearhead.serving import guards
 from clearhead.serving.app import make_app
 from clearhead.serving.guards import Limits
-from clearhead.serving.hosts import BrokenError, Host
+from clearhead.serving.model_worker import BrokenError, Host
 from tests.serving.fuzzing import Fuzzer
-from tests.serving.running import served, served_here
+from tests.serving.live_server import served, served_here
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 serve_load: Any = importlib.import_module("serve_load")

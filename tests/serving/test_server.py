@@ -15,7 +15,7 @@ import torch
 import clearhead as ch
 from clearhead.generation import write_texts
 from clearhead.generation.embeddings import ELSEWHERE
-from tests.serving.running import served
+from tests.serving.live_server import served
 
 IMPOSSIBLE = {"type": "integer", "minimum": 5, "maximum": 3}
 

@@ -1,0 +1,136 @@
+"""The cost panel: `cost`, a forecast for the model or one of other sizes, and `measure`, seconds on this machine."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from clearhead.config import Config
+from clearhead.costs.forecast import PARTS, Cost, cost
+from clearhead.costs.machine import measure_peak
+from clearhead.costs.measurement import make_inputs
+from clearhead.costs.operations import check_lengths
+from clearhead.errors import InputError
+from clearhead.explorer.fields import Fields
+from clearhead.explorer.forward_passes import ForwardPasses
+from clearhead.explorer.model_inputs import MAX_TOKENS
+from clearhead.explorer.wire_format import pack
+from clearhead.inside.probe import eval_mode
+
+MAX_LENGTH = 2**24  # tokens, of a forecast
+MAX_SIZES = {"n_layers": 1024, "d_model": 2**17, "n_heads": 1024, "d_ff": 2**20}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {"precision": "float32"},
+    "bf16": {"precision": "bfloat16"},
+    "int8": {"precision": "float32", "quantize": "int8"},
+    "int4": {"precision": "float32", "quantize": "int4"},
+}
+KINDS = {
+    "weights": "weight_bytes",
+    "gradients": "gradient_bytes",
+    "optimizer": "optimizer_bytes",
+    "activations": "activation_bytes",
+    "cache": "kv_cache_bytes",
+    "peak": "peak_bytes",
+}
+
+
+def forecast(passes: ForwardPasses, fields: Fields) -> bytes:
+    """Operations, memory and seconds for each length, of the model or of one of other sizes."""
+    lengths = fields.integers("lengths", 2, MAX_LENGTH, 64, (16, 64, 256, 1024, 4096))
+    if not lengths:
+        raise InputError("lengths is empty; got []; give one at least")
+    config = _changed(passes.model.config, fields)
+    options: dict[str, Any] = {
+        "batch": fields.integer("batch", 1, 2**16, 1),
+        "mode": fields.choice("mode", ("forward", "train", "decode"), "forward"),
+        **PRECISIONS[fields.choice("precision", list(PRECISIONS), "fp32")],
+    }
+    found = [_cost(config, length, options) for length in lengths]
+    flops = np.array([[each.parts["flops"][part] for each in found] for part in PARTS], dtype=np.float32)
+    memory = np.array([[getattr(each, field) for each in found] for field in KINDS.values()], dtype=np.float32)
+    rate = measure_peak(passes.inputs.device)
+    seconds = np.array([each.seconds(rate) for each in found], dtype=np.float32)
+    answer = {"params": found[0].params, "crossover": _crossover(config, options), "parts": PARTS, "kinds": list(KINDS)}
+    return pack({**answer, "lengths": lengths, "rate": rate}, flops=flops, bytes=memory, seconds=seconds)
+
+
+def _changed(config: Config, fields: Fields) -> Config:
+    """The config with other sizes; sizes that depend on a changed one are derived from it."""
+    given = fields.nested("changes") if fields.has("changes") else Fields({})
+    changes = {name: given.integer(name, 1, most) for name, most in MAX_SIZES.items() if given.has(name)}
+    if not changes:
+        return config
+    changed = {**config.to_dict(), "pruned_heads": (), **changes}
+    if "n_layers" in changes and config.n_decoder_layers:
+        changed["n_decoder_layers"] = changes["n_layers"]
+    if "d_model" in changes or "n_heads" in changes:
+        changed["d_head"] = 0
+    if "d_model" in changes and "d_ff" not in changes:
+        changed["d_ff"] = max(1, round(config.d_ff / config.d_model * changes["d_model"]))
+    if "n_heads" in changes:
+        group = config.n_heads // config.n_kv_heads
+        changed["n_kv_heads"] = changes["n_heads"] // group if changes["n_heads"] % group == 0 else changes["n_heads"]
+    return Config.from_dict(changed)
+
+
+def _cost(config: Config, length: int, options: dict[str, Any]) -> Cost:
+    sizes = config.to_dict()
+    if config.inputs == "patches":  # a longer sequence is a larger picture
+        side = max(1, round(math.sqrt(length - 1)))
+        sizes |= {"image_size": side * config.patch_size, "max_len": 0, "max_source_len": 0}
+        return cost(Config.from_dict(sizes), **options)
+    sizes["max_len"] = max(config.max_len, length)
+    source: int | None = None
+    if config.shape == "encoder-decoder" and config.inputs == "tokens":
+        source = length
+        sizes["max_source_len"] = max(config.max_source_len, length)
+    return cost(Config.from_dict(sizes), length=length, source_length=source, **options)
+
+
+def _crossover(config: Config, options: dict[str, Any]) -> int | None:
+    """The length from which attention takes at least half of all operations; None if that is beyond MAX_LENGTH."""
+
+    def is_past(length: int) -> bool:
+        parts = _cost(config, length, options).parts["flops"]
+        return 2 * parts["attention"] >= sum(parts.values())
+
+    if not is_past(MAX_LENGTH):
+        return None
+    low, high = 1, MAX_LENGTH
+    while high - low > max(1, high // 1000):
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_past(max(middle, 2)) else (middle, high)
+    return high
+
+
+def measure(passes: ForwardPasses, fields: Fields) -> bytes:
+    """Seconds of the model on one row of random tokens of each length: the fastest of three calls."""
+    config = passes.model.config
+    if config.inputs == "patches":
+        raise InputError(f"a model of pictures has one length, {config.max_len}; measure a model of texts")
+    longest = min(
+        MAX_TOKENS, config.max_len, config.max_source_len if config.shape == "encoder-decoder" else MAX_TOKENS
+    )
+    lengths = fields.integers("lengths", 1, longest, 12)
+    seconds: list[float] = []
+    with eval_mode(passes.model):
+        for length in lengths:
+            source = length if config.shape == "encoder-decoder" and config.inputs == "tokens" else None
+            inputs = make_inputs(config, 1, check_lengths(config, length, source), str(passes.inputs.device))
+            like = next(passes.model.parameters()).dtype
+            inputs = tuple(x.to(like) if x.is_floating_point() else x for x in inputs)
+            seconds.append(min(_time(passes, inputs) for _ in range(3)))
+    return pack({"lengths": lengths}, seconds=np.array(seconds, dtype=np.float32))
+
+
+def _time(passes: ForwardPasses, inputs: tuple[torch.Tensor, ...]) -> float:
+    began = time.perf_counter()
+    passes.model(*inputs)
+    if passes.inputs.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began

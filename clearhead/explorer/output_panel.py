@@ -1,0 +1,108 @@
+"""What is above every panel, `read`: the tokens, and the model's output."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from torch import Tensor
+
+from clearhead.explorer.fields import Fields
+from clearhead.explorer.forward_passes import ForwardPass, ForwardPasses, Run
+from clearhead.explorer.wire_format import pack
+from clearhead.models import Encoder, EncoderDecoder
+
+TOP = 20
+
+
+def read(passes: ForwardPasses, fields: Fields) -> bytes:
+    """The tokens, and the model's output with and without the run's changes."""
+    run = passes.parse(fields)
+    forward = passes.run(run)
+    source = forward.source
+    arrays: dict[str, np.ndarray] = {}
+    if source.picture is not None:
+        arrays["picture"] = source.picture
+    if source.spectrogram is not None:
+        arrays["spectrogram"] = source.spectrogram
+    answer = {
+        "source": source.strip.to_json(),
+        "target": None if forward.target is None else forward.target.to_json(),
+        "target_text": _target_text(passes, forward),
+        "truncated": False,
+        "answer": output_of(passes, forward),
+        "plain": output_of(passes, passes.run(run.plain)) if run.changes else None,
+        "note": _length_note(passes, run),
+    }
+    return pack(answer, **arrays)
+
+
+def _length_note(passes: ForwardPasses, run: Run) -> str | None:
+    """What is not patched, if the second text has another length than the first."""
+    if run.second is None:
+        return None
+    n, m = (len(passes.run(each).source.strip.ids) for each in (run.plain, replace(run.plain, text=run.second)))
+    if m >= n:
+        return None if m == n else f"The second text has {m} tokens, the first {n}: places are patched one to one."
+    return f"The second text has {m} tokens, the first {n}: only the first {m} are patched."
+
+
+def _target_text(passes: ForwardPasses, forward: ForwardPass) -> str | None:
+    if forward.target is None:
+        return None
+    known = set(passes.inputs.tokenizer.vocab.values())
+    return passes.inputs.tokenizer.decode([id for id in forward.target_ids[forward.n_prompt :] if id in known])
+
+
+def output_of(passes: ForwardPasses, forward: ForwardPass) -> dict[str, Any]:
+    """The most likely tokens at the answer's position, or classes of the whole input."""
+    model, config = passes.model, passes.model.config
+    if config.head == "none":
+        words = f"{len(forward.strip.ids)} vectors of {config.d_model} numbers: this model has no head that answers"
+        return {"kind": "states", "top": [], "text": words}
+    if passes.has_classes:
+        assert isinstance(model, Encoder)
+        assert model.head is not None
+        scores = model.head(model.pooled(forward.states, forward.source.real))[0].float()
+        if len(scores) == 1:  # a regression model: its number, no probability
+            return {"kind": "classes", "top": [{"label": labels_of(passes)[0], "id": 0, "p": float(scores[0])}]}
+        return {"kind": "classes", "top": top_of(passes, scores.softmax(-1), TOP)}
+    at = answer_position(passes, forward)
+    logits = model.project(forward.states[:, at : at + 1])[0, 0].float()
+    top = {"top": top_of(passes, logits.softmax(-1), TOP)}
+    if isinstance(model, EncoderDecoder):
+        return {"kind": "translation", "text": _target_text(passes, forward), **top}
+    return {"kind": "mask" if isinstance(model, Encoder) else "next", "at": at, **top}
+
+
+def answer_position(passes: ForwardPasses, forward: ForwardPass) -> int:
+    """The position whose distribution is shown: the first mask token, else the last token that is not special nor padding."""
+    ids = forward.strip.ids
+    if not isinstance(passes.model, Encoder):
+        real = forward.source.real
+        return len(ids) - 1 if real is None or forward.target_ids else int(real[0].nonzero()[-1])
+    mask = passes.inputs.tokenizer.mask
+    if mask in ids:
+        return ids.index(mask)
+    plain = [at for at in range(len(ids)) if at not in forward.strip.special]
+    return plain[-1] if plain else len(ids) - 1
+
+
+def labels_of(passes: ForwardPasses) -> list[str]:
+    config = passes.model.config
+    return list(config.labels) or [str(i) for i in range(config.n_classes)]
+
+
+def name_of(passes: ForwardPasses, id: int) -> str:
+    """The name of a token, or of a class if the model has classes."""
+    return labels_of(passes)[id] if passes.has_classes else passes.inputs.name(id)
+
+
+def top_of(passes: ForwardPasses, probs: Float[Tensor, " V"], k: int) -> list[dict[str, Any]]:
+    """The k most likely tokens or classes."""
+    best = probs.topk(min(k, len(probs)))
+    kind = "label" if passes.has_classes else "token"
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [{kind: name_of(passes, id), "id": id, "p": p} for id, p in pairs]
