@@ -6,7 +6,6 @@ and is filled in at construction (TOML, where recipes live, has no null), so a f
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -115,14 +114,16 @@ class Config:
         return encoder + tuple(f"decoder.blocks.{i}.{step}" for i in range(self.n_decoder_layers) for step in steps)
 
     @property
+    def depth(self) -> str:
+        """The number of layers as text: "12", or "6+6" for an encoder-decoder."""
+        return f"{self.n_layers}+{self.n_decoder_layers}" if self.n_decoder_layers else str(self.n_layers)
+
+    @property
     def n_patches(self) -> int:
         return (self.image_size // self.patch_size) ** 2
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2) + "\n"
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Config:
@@ -138,18 +139,6 @@ class Config:
             raise ConfigError(f"a config needs {', '.join(missing)}; got {sorted(values)}; add what is missing")
         exact: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
         return cls(**exact)
-
-    @classmethod
-    def from_json(cls, text: str) -> Config:
-        try:
-            values = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"this config is not JSON ({error}); it should be what Config.to_json wrote") from None
-        if not isinstance(values, dict):
-            raise ConfigError(
-                f"a config is a JSON object; got {type(values).__name__}; write {{...}} with the fields' names"
-            )
-        return cls.from_dict(values)
 
     def _derive(self) -> None:
         for name in ("d_model", "n_layers", "n_heads"):

@@ -68,7 +68,7 @@ def test_a_page_is_written(folders: dict[str, Path], tmp_path: Path) -> None:
         (["nothing.*", "--sites"], "no site matches 'nothing.*'"),
         (["--ablate"], "needs a text"),
         (["the cat", "--ablate", "--heads", "decoder.*"], "no attention matches 'decoder.*'"),
-        (["the cat", "--export", "no/such/folder/page.html"], "is in no folder that exists"),
+        (["the cat", "--export", "no/such/folder/page.html"], "there is no folder 'no/such/folder'"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(folders: dict[str, Path], words: list[str], said: str) -> None:

@@ -15,7 +15,10 @@ import torch.nn.functional as F
 from typer.testing import CliRunner
 
 import clearhead as ch
-from clearhead.cli import app, explore_tables
+from clearhead.cli import app
+from clearhead.cli.ablation_batches import AblationInput
+from clearhead.cli.ablation_table import print_ablation
+from clearhead.cli.site_table import print_sites
 from clearhead.errors import InputError
 from clearhead.generation import translate
 from clearhead.inside import prune
@@ -41,8 +44,8 @@ def make(folder: Path, preset: str, **fields: Any) -> tuple[Model, ch.Tokenizer]
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")
 
 
-def ablate(model: Model, folder: Path, text: str, capsys: pytest.CaptureFixture[str], **asked: Any) -> dict[str, Any]:
-    explore_tables.print_ablation(model, folder, text, form="json", **asked)
+def ablate(model: Model, folder: Path, text: str, capsys: pytest.CaptureFixture[str], **options: Any) -> dict[str, Any]:
+    print_ablation(model, folder, AblationInput(text, **options), form="json")
     return json.loads(capsys.readouterr().out)
 
 
@@ -63,16 +66,16 @@ def test_each_head_of_a_decoder(tmp_path: Path, capsys: pytest.CaptureFixture[st
     found = ablate(model, tmp_path / "m", str(tmp_path / "texts.txt"), capsys)
     rows = [torch.tensor([tokenizer.encode(text)]) for text in TEXTS]
 
-    def figures(model: Any) -> tuple[float, float]:
+    def metrics(model: Any) -> tuple[float, float]:
         logits = torch.cat([model(ids[:, :-1])[0] for ids in rows])
         right = torch.cat([ids[0, 1:] for ids in rows])
         return float(F.cross_entropy(logits, right)), float(logits.gather(1, right[:, None]).mean())
 
-    loss, logit = figures(model)
+    loss, logit = metrics(model)
     assert found["base"] == pytest.approx({"loss": loss, "logit": logit}, abs=1e-5)  # float32
     assert len(found["heads"]) == 6
     for head in found["heads"]:
-        a, b = figures(without(model, head["place"], head["head"]))
+        a, b = metrics(without(model, head["place"], head["head"]))
         assert (head["loss"], head["logit"]) == pytest.approx((a - loss, b - logit), abs=2e-5)
         smaller = prune(model, {head["place"]: [head["head"]]})
         gone = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in smaller.parameters())
@@ -93,7 +96,7 @@ def test_each_head_of_a_translator(tmp_path: Path, capsys: pytest.CaptureFixture
     sources = [[*tokenizer.encode(text), tokenizer.eos] for text in TEXTS]
     targets = [[tokenizer.bos, *tokenizer.encode(text), tokenizer.eos] for text in TARGETS]
 
-    def figures(model: Any) -> dict[str, float]:
+    def metrics(model: Any) -> dict[str, float]:
         pairs = zip(sources, targets, strict=True)
         logits = torch.cat([model(torch.tensor([source]), torch.tensor([target[:-1]]))[0] for source, target in pairs])
         right = torch.tensor([id for target in targets for id in target[1:]])
@@ -107,19 +110,19 @@ def test_each_head_of_a_translator(tmp_path: Path, capsys: pytest.CaptureFixture
             "chrf": chrf.score,
         }
 
-    base = figures(model)
+    base = metrics(model)
     assert found["base"] == pytest.approx(base, abs=1e-4)
     kinds = {head["place"].rpartition(".")[2] for head in found["heads"]}
     assert kinds == {"attention", "cross"}
     assert len(found["heads"]) == 3 * (2 + 2 + 2)
     for head in found["heads"][::4]:
-        changed = figures(without(model, head["place"], head["head"]))
+        changed = metrics(without(model, head["place"], head["head"]))
         wanted = {name: changed[name] - base[name] for name in base}
         assert {name: head[name] for name in base} == pytest.approx(wanted, abs=1e-4)
 
 
 @torch.no_grad()
-def test_a_translator_without_targets_is_asked_for_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_targets_a_translator_uses_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, tokenizer = make(tmp_path / "m", "transformer-base")
     assert isinstance(model, EncoderDecoder)
     source, (end,) = [*tokenizer.encode(TEXTS[0]), *model.generation.eos], model.generation.eos
@@ -132,7 +135,7 @@ def test_a_translator_without_targets_is_asked_for_its_own(tmp_path: Path, capsy
 
 
 @torch.no_grad()
-def test_an_encoder_guesses_hidden_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_encoder_predicts_masked_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, tokenizer = make(tmp_path / "m", "bert-base", head="tokens", max_len=61)
     assert tokenizer.mask is not None
     ids = tokenizer.encode(TEXTS[2])
@@ -154,7 +157,7 @@ def test_an_encoder_guesses_hidden_tokens(tmp_path: Path, capsys: pytest.Capture
 
 
 @torch.no_grad()
-def test_a_classifier_keeps_to_its_own_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_classifiers_target_is_its_own_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, tokenizer = make(tmp_path / "m", "bert-base", head="classes", n_classes=5, vocab_size=280)
     ids = torch.tensor([tokenizer.encode(TEXTS[0])])
     found = ablate(model, tmp_path / "m", TEXTS[0], capsys)
@@ -163,14 +166,14 @@ def test_a_classifier_keeps_to_its_own_choice(tmp_path: Path, capsys: pytest.Cap
 
 def test_as_a_table_and_as_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, _ = make(tmp_path / "m", "smollm2-135m", n_heads=4, n_kv_heads=2, n_layers=16)
-    explore_tables.print_ablation(model, tmp_path / "m", TEXTS[0])
+    print_ablation(model, tmp_path / "m", AblationInput(TEXTS[0]))
     shown = capsys.readouterr().out
     assert "Δ loss" in shown
     assert "The whole model: loss" in shown
     assert "half of the heads of a kind pruned" in shown
     assert "pruned by 2" in shown
     assert "14 of 64 heads are left out here" in shown
-    explore_tables.print_ablation(model, tmp_path / "m", TEXTS[0], form="csv")
+    print_ablation(model, tmp_path / "m", AblationInput(TEXTS[0]), form="csv")
     rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
     assert len(rows) == 64
     assert list(rows[0]) == ["place", "head", "loss", "logit", "parameters", "seconds"]
@@ -186,7 +189,7 @@ def test_from_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "text", "asked", "words"),
+    ("preset", "text", "options", "words"),
     [
         ("gpt2", "", {}, r"--ablate needs a text: write one"),
         ("gpt2", "cat", {"target": "dog"}, r"--target is for encoder-decoders; this model is of shape 'decoder'"),
@@ -202,30 +205,30 @@ def test_from_the_command_line(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_can_not_be(preset: str, text: str, asked: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_refused_input(preset: str, text: str, options: dict[str, Any], words: str, tmp_path: Path) -> None:
     model, _ = make(tmp_path, preset)
     with pytest.raises(InputError, match=words):
-        explore_tables.print_ablation(model, tmp_path, text, **asked)
+        print_ablation(model, tmp_path, AblationInput(text, **options))
 
 
 def test_as_many_targets_as_texts(tmp_path: Path) -> None:
     model, _ = make(tmp_path, "transformer-base")
     (tmp_path / "texts").write_text("\n".join(TEXTS))
     with pytest.raises(InputError, match=r"there are 3 texts but 1 targets; give one for each"):
-        explore_tables.print_ablation(model, tmp_path, str(tmp_path / "texts"), target="cat")
+        print_ablation(model, tmp_path, AblationInput(str(tmp_path / "texts"), target="cat"))
 
 
 def test_pictures_are_no_texts(tmp_path: Path) -> None:
     model = ch.build(ch.preset("vit-b-16", n_layers=1, d_model=24, n_heads=3, d_head=8, d_ff=40, image_size=32))
     with pytest.raises(InputError, match=r"--ablate takes texts, and this model reads patches"):
-        explore_tables.print_ablation(model, tmp_path, "a cat")
+        print_ablation(model, tmp_path, AblationInput("a cat"))
 
 
 # Sites.
 
 
-def sites_of(model: Model, capsys: pytest.CaptureFixture[str], *asked: Any, **more: Any) -> str:
-    explore_tables.print_sites(model, *asked, **more)
+def sites_of(model: Model, capsys: pytest.CaptureFixture[str], *pattern: str, **options: Any) -> str:
+    print_sites(model, *pattern, **options)
     return capsys.readouterr().out
 
 
@@ -264,4 +267,4 @@ def test_layers_that_are_alike_share_a_line(capsys: pytest.CaptureFixture[str]) 
     some = sites_of(model, capsys, "blocks.1.*.[qk]")
     assert [line.split()[0] for line in some.splitlines()[1:3]] == ["blocks.1.attention.q", "blocks.1.attention.k"]
     with pytest.raises(InputError, match=r"no site matches 'blocks\.1\.attention\.weight'; did you mean"):
-        explore_tables.print_sites(model, "blocks.1.attention.weight")
+        print_sites(model, "blocks.1.attention.weight")

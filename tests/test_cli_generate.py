@@ -260,7 +260,7 @@ def test_many_lines_come_in_order(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["--trace", "t.json", "--beams", "1"], "--trace is of a search"),
-        (["--trace", "gone/t.json"], "in a folder that is not there"),
+        (["--trace", "gone/t.json"], "there is no folder 'gone'"),
         (["--n-best", "5"], "got --n-best 5, --beams 4"),
         (["--max-new-tokens", "99"], "--max-new-tokens 99 is more than the model's max_len=61"),
     ],

@@ -297,13 +297,13 @@ def test_help_loads_no_torch() -> None:
 
 def test_a_bar_never_mixes_with_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """With stderr on a terminal, what the loop prints still goes to stdout."""
-    from clearhead.cli.arguments import follow
+    from clearhead.cli.console import track
 
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes stderr for a terminal
     out, err = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
-    for item in follow(["a", "b"], "working", 2, printing=True):
+    for item in track(["a", "b"], "working", 2, printing=True):
         print(item)
     assert out.getvalue() == "a\nb\n"
     assert "working" in err.getvalue()

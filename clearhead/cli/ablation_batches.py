@@ -1,4 +1,4 @@
-"""Texts as `clearhead explore --ablate` reads them: batches of what a model is given, and what it should say."""
+"""The input of `clearhead explore --ablate`: texts as batches of model inputs and targets."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from clearhead.data import Tokenizer
     from clearhead.models import EncoderDecoder, Model
 
-BATCH_TOKENS = 512  # of one sweep: what it keeps grows with them
-MASKED = 16  # places of a text that an encoder has to guess
+BATCH_TOKENS = 512  # of one sweep, whose memory grows with them
+MASKED = 16  # tokens of a text that are masked for an encoder, one at a time
 
 
 @dataclass(frozen=True)
 class AblationBatch:
-    """Rows of like length: what a model is called with, and what it should say."""
+    """Rows of similar length: the arguments of the model's call, and the target of each token (or each row's class)."""
 
     inputs: tuple[Tensor, ...]
     targets: Tensor
@@ -31,7 +31,7 @@ class AblationBatch:
 
 @dataclass(frozen=True)
 class AblationInput:
-    """What `--ablate` was asked: a text or a file of texts, what a translator should write, and which heads."""
+    """The user's options: a text or a file of texts, the targets of a translator, which heads, and whether to score BLEU."""
 
     text: str
     target: str | None = None
@@ -47,22 +47,22 @@ class AblationInput:
         return None if self.target is None else self._lines(self.target)
 
     @staticmethod
-    def _lines(given: str) -> list[str]:
-        """A file's lines, if it names one, else the text itself."""
+    def _lines(text: str) -> list[str]:
+        """The lines of a file, if `text` is the name of one, else the text itself."""
         try:
-            is_file = given == "-" or Path(given).is_file()
+            is_file = text == "-" or Path(text).is_file()
         except OSError:  # too long for a name
             is_file = False
-        return [line for line in read_lines(given) if line.strip()] if is_file else [given]
+        return [line for line in read_lines(text) if line.strip()] if is_file else [text]
 
 
-def make_examples(model: Model, tokenizer: Tokenizer, asked: AblationInput) -> list[AblationBatch]:
-    """What is read and what should be said: the next token; of an encoder the hidden ones, or the class it names itself."""
+def make_batches(model: Model, tokenizer: Tokenizer, given: AblationInput) -> list[AblationBatch]:
+    """Inputs and targets. The target is the next token; for an encoder a masked token, or the class that it predicts itself."""
     from clearhead.models import Encoder, EncoderDecoder
 
     if isinstance(model, EncoderDecoder):
-        return _pairs(model, tokenizer, asked)
-    texts = [tokenizer.encode(text) for text in asked.texts]
+        return _pairs(model, tokenizer, given)
+    texts = [tokenizer.encode(text) for text in given.texts]
     for number, ids in enumerate(texts, 1):
         room = model.config.max_len + (0 if isinstance(model, Encoder) else 1)
         if not 2 <= len(ids) <= room:
@@ -72,19 +72,19 @@ def make_examples(model: Model, tokenizer: Tokenizer, asked: AblationInput) -> l
     if not isinstance(model, Encoder):
         return _batches(model, [((ids[:-1],), ids[1:]) for ids in texts])
     if model.config.head == "classes":
-        return [_choose(model, some) for some in _batches(model, [((ids,), ids) for ids in texts])]
+        return [_predict_classes(model, batch) for batch in _batches(model, [((ids,), ids) for ids in texts])]
     if tokenizer.mask is None:
         raise InputError(
-            "an encoder is asked for hidden tokens, and this tokenizer has no mask token; use inside.sweep"
+            "an encoder predicts masked tokens, and this tokenizer has no mask token; use inside.sweep"
         )
-    return _batches(model, [row for ids in texts for row in _hidden(ids, tokenizer.mask, tokenizer.special_ids)])
+    return _batches(model, [row for ids in texts for row in _mask_each(ids, tokenizer.mask, tokenizer.special_ids)])
 
 
-Row = tuple[tuple[list[int], ...], list[int]]  # inputs, and a target for each token of the last of them
+Example = tuple[tuple[list[int], ...], list[int]]  # the inputs, and a target for each token of the last input
 
 
-def _hidden(ids: list[int], mask: int, special: set[int]) -> list[Row]:
-    """The text with one token hidden at a time, at some places evenly spread."""
+def _mask_each(ids: list[int], mask: int, special: set[int]) -> list[Example]:
+    """The text with one token masked at a time, at places that are evenly spread over it."""
     places = [at for at, id in enumerate(ids) if id not in special]
     chosen = places[:: -(-len(places) // MASKED) or 1]
     return [
@@ -96,11 +96,12 @@ def _hidden(ids: list[int], mask: int, special: set[int]) -> list[Row]:
     ]
 
 
-def _choose(model: Model, some: AblationBatch) -> AblationBatch:
+def _predict_classes(model: Model, batch: AblationBatch) -> AblationBatch:
+    """The batch with the model's own classes as targets."""
     import torch
 
     with torch.no_grad():
-        return AblationBatch(some.inputs, model(*some.inputs, **some.options).argmax(-1), some.options)
+        return AblationBatch(batch.inputs, model(*batch.inputs, **batch.options).argmax(-1), batch.options)
 
 
 def encode_sources(model: Model, tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
@@ -110,23 +111,23 @@ def encode_sources(model: Model, tokenizer: Tokenizer, texts: Sequence[str]) -> 
     return [encode(tokenizer, text, number, limit, cut=False) for number, text in enumerate(texts, 1)]
 
 
-def _pairs(model: EncoderDecoder, tokenizer: Tokenizer, asked: AblationInput) -> list[AblationBatch]:
-    """A source, and a target read one place late; where none is given, the one the model writes."""
+def _pairs(model: EncoderDecoder, tokenizer: Tokenizer, given: AblationInput) -> list[AblationBatch]:
+    """Source and shifted target as inputs, the target as target; without a target, the model's own greedy translation."""
     from clearhead.generation import translate
 
-    told = model.generation
-    start = told.bos if told.decoder_start is None else told.decoder_start
-    end = tokenizer.eos if not told.eos else told.eos[0]
+    generation = model.generation
+    start = generation.bos if generation.decoder_start is None else generation.decoder_start
+    end = tokenizer.eos if not generation.eos else generation.eos[0]
     if start is None or end is None:
         raise InputError(
             "the model does not say which token a target starts or ends with; complete its generation config"
         )
-    sources = encode_sources(model, tokenizer, asked.texts)
-    if asked.targets is None:
+    sources = encode_sources(model, tokenizer, given.texts)
+    if given.targets is None:
         targets = translate(model, sources, beams=1)
     else:
-        targets = [tokenizer.encode(text, special=False, target=True) for text in asked.targets]
-    rows: list[Row] = []
+        targets = [tokenizer.encode(text, special=False, target=True) for text in given.targets]
+    rows: list[Example] = []
     for number, (source, target) in enumerate(zip(sources, targets, strict=True), 1):
         if len(target) >= model.config.max_len:
             raise InputError(
@@ -136,12 +137,12 @@ def _pairs(model: EncoderDecoder, tokenizer: Tokenizer, asked: AblationInput) ->
     return _batches(model, rows)
 
 
-def _batches(model: Model, rows: list[Row]) -> list[AblationBatch]:
-    """Rows of like length together, filled up on the right. A mask is given where there is something to hide."""
+def _batches(model: Model, rows: list[Example]) -> list[AblationBatch]:
+    """Examples of similar length together, padded on the right. There is a mask only where there is padding."""
     import torch
 
     rows = sorted(rows, key=lambda row: [len(part) for part in row[0]])
-    groups: list[list[Row]] = []
+    groups: list[list[Example]] = []
     for row in rows:
         longest = max(map(len, row[0]))  # the last is the longest, or nearly
         if groups and (len(groups[-1]) + 1) * longest <= BATCH_TOKENS:
@@ -150,14 +151,14 @@ def _batches(model: Model, rows: list[Row]) -> list[AblationBatch]:
             groups.append([row])
     device = next(model.parameters()).device
 
-    def fill(parts: Sequence[list[int]], value: int) -> Tensor:
+    def pad(parts: Sequence[list[int]], value: int) -> Tensor:
         width = max(map(len, parts))
         return torch.tensor([[*part, *[value] * (width - len(part))] for part in parts], device=device)
 
-    found: list[AblationBatch] = []
+    batches: list[AblationBatch] = []
     for group in groups:
-        inputs = tuple(fill(parts, 0) for parts in zip(*(row[0] for row in group), strict=True))
-        real = fill([[1] * len(row[0][0]) for row in group], 0).bool()
+        inputs = tuple(pad(parts, 0) for parts in zip(*(row[0] for row in group), strict=True))
+        real = pad([[1] * len(row[0][0]) for row in group], 0).bool()
         options = {} if bool(real.all()) else {"mask": real}
-        found.append(AblationBatch(inputs, fill([row[1] for row in group], -100), options))
-    return found
+        batches.append(AblationBatch(inputs, pad([row[1] for row in group], -100), options))
+    return batches

@@ -1,4 +1,7 @@
-"""`clearhead cost`: what a model takes, in a table, before anything is built. Only --measure, and angles of weights, load torch."""
+"""`clearhead cost`: what a model takes, in a table, before anything is built.
+
+Only --measure, and --geometry of a model's own weights, import torch.
+"""
 
 from __future__ import annotations
 
@@ -71,52 +74,58 @@ def run(
     from clearhead.cli import cost_tables as tables
 
     if geometry:
-        tables.show_geometry(model, None if model is None else find_config(model, read_changes(change)))
+        from clearhead.cli.geometry_tables import show_geometry
+
+        show_geometry(model, None if model is None else find_config(model, read_changes(change)))
         return
     if model is None:
         raise InputError("clearhead cost needs a model, such as gpt2; clearhead presets lists them")
     config = find_config(model, read_changes(change))
-    if measure:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch loads: its profiler is chatty
-        from clearhead.cli.arguments import find_device
-
-        device = find_device(device)
-    else:
-        device = "cpu" if device == "cpu" else "cuda"
-    asked: dict[str, Any] = dict(batch=batch, length=length, source_length=source_length, mode=mode)
-    asked |= dict(precision=precision or ("float32" if device == "cpu" else "bfloat16"), quantize=quantize)
-    asked |= dict(optimizer=optimizer, checkpointing=checkpointing, shards=shards, parallel=parallel, device=device)
-    limits = tables.DeviceSpec.read(memory, rate, bandwidth)
+    device = pick_device(device, measure=measure)
+    workload: dict[str, Any] = dict(batch=batch, length=length, source_length=source_length, mode=mode)
+    workload |= dict(precision=precision or ("float32" if device == "cpu" else "bfloat16"), quantize=quantize)
+    workload |= dict(optimizer=optimizer, checkpointing=checkpointing, shards=shards, parallel=parallel, device=device)
+    case, spec = tables.Case(model, config, workload), tables.DeviceSpec.read(memory, rate, bandwidth)
     if plot is not None:
-        tables.draw(plot, model, config, asked, limits, measured=measure)
+        from clearhead.cli.cost_plot import plot_over_length
+
+        plot_over_length(plot, case, spec, measured=measure)
     elif measure:
-        tables.show_measured(model, config, asked)
+        tables.show_measured(case)
     elif fit is not None:
-        tables.show_fit(model, config, asked, fit)
+        tables.show_fit(case, fit)
     elif as_json:
-        from clearhead.costs import cost
-
-        typer.echo(json.dumps(asdict(cost(config, **asked)), indent=2))
+        typer.echo(json.dumps(asdict(case.forecast()), indent=2))
     else:
-        tables.show_forecast(model, config, asked, limits)
+        tables.show_forecast(case, spec)
 
 
-def read_changes(given: list[str] | None) -> dict[str, Any]:
-    """FIELD=VALUE, where a value that is JSON is that, and else a text."""
-    found: dict[str, Any] = {}
-    for each in given or []:
-        name, equals, value = each.partition("=")
+def pick_device(name: str, *, measure: bool) -> str:
+    """A device of this machine for a measurement; "cpu" or "cuda" for a forecast, which needs no such device."""
+    if not measure:
+        return "cpu" if name == "cpu" else "cuda"
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is imported: its profiler prints many messages
+    from clearhead.cli.arguments import find_device
+
+    return find_device(name)
+
+
+def read_changes(settings: list[str] | None) -> dict[str, Any]:
+    """Each FIELD=VALUE; a value is parsed as JSON, and is a string if it is not JSON."""
+    changes: dict[str, Any] = {}
+    for setting in settings or []:
+        name, equals, value = setting.partition("=")
         if not equals:
-            raise InputError(f"--set {each!r} has no value; write it as n_layers=4")
+            raise InputError(f"--set {setting!r} has no value; write it as n_layers=4")
         try:
-            found[name.replace("-", "_")] = json.loads(value)
+            changes[name.replace("-", "_")] = json.loads(value)
         except ValueError:
-            found[name.replace("-", "_")] = value
-    return found
+            changes[name.replace("-", "_")] = value
+    return changes
 
 
 def find_config(name: str, changes: dict[str, Any]) -> Config:
-    """The config of a preset, of a folder, or in a file. Our own are read without torch."""
+    """The config of a preset, of a folder, or in a file. Our own configs are read without importing torch."""
     from clearhead.families import preset, presets
 
     if name in presets():
@@ -126,11 +135,12 @@ def find_config(name: str, changes: dict[str, Any]) -> Config:
         if "/" in name or path.suffix:
             raise InputError(f"there is nothing at {name!r}; give a preset, a folder or a config.json")
         raise ConfigError(f"there is no preset or folder {name!r}; {did_you_mean(name, presets())}")
-    config = _read(path)
+    config = read_config(path)
     return Config.from_dict(config.to_dict() | changes) if changes else config
 
 
-def _read(path: Path) -> Config:
+def read_config(path: Path) -> Config:
+    """The config of a model's folder, or of a config.json."""
     if path.is_dir() and not (path / "config.json").is_file() and (path / "recipe.toml").is_file():
         raise CheckpointError(
             f"{path} is a run that has not ended: it holds no config.json yet; name its preset instead"
@@ -145,5 +155,5 @@ def _read(path: Path) -> Config:
             return Config.from_dict(values["model"] if "clearhead" in values else values)
     from clearhead.checkpoint.loading import open_checkpoint
 
-    # Other libraries' configs leave to the weights what they hold: these are looked at too.
+    # Other libraries' configs do not say everything: the names of the weights are needed too.
     return open_checkpoint(file.parent if file.name == "config.json" else path).config

@@ -1,4 +1,4 @@
-"""`clearhead demo`: a model trained before your eyes, on data that needs no download."""
+"""`clearhead demo`: a small model, trained in about two minutes on data that needs no download."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clearhead.cli.console import wide_console
 if TYPE_CHECKING:
     from clearhead.training import Recipe
 
-# None of these strings is in the data: the day is held out.
+# None of these strings is in the training data: the day is held out.
 DATES = (
     "le 7 mars 1989",
     "am 7. März 1989",
@@ -55,7 +55,7 @@ def run(
 
 
 def read_dates(folder: Path) -> None:
-    """Dates of a day that was not in the data, and where the model looked while it read one of them."""
+    """Print what the model makes of dates that were not in the training data, and the attention map of one of them."""
     from clearhead.checkpoint import load
     from clearhead.data import load_tokenizer
     from clearhead.generation import translate
@@ -71,15 +71,15 @@ def read_dates(folder: Path) -> None:
     sources = [[*tokenizer.encode(text, special=False), tokenizer.eos] for text in DATES]
     console.print("\nA day it has never seen, in eight languages:", style="bold")
     for text, ids in zip(DATES, translate(model, sources, beams=1), strict=True):
-        console.print(f"  {text}  ->  {tokenizer.decode(ids)}", highlight=False)
-    picture = draw_alignment(model, tokenizer, sources[5], tokenizer.bos)
+        console.print(f"  {text}  ->  {tokenizer.decode(ids)}")
+    alignment = draw_alignment(model, tokenizer, sources[5], tokenizer.bos)
     console.print(f"\nWhere it looked while it wrote {DATES[5]!r} (a line a token written):", style="bold")
-    console.print(heat_map(picture.weights, picture.rows, picture.columns))  # type: ignore[arg-type]
+    console.print(heat_map(alignment.weights, alignment.rows, alignment.columns))  # type: ignore[arg-type]
     console.print("A picture of attention is not an explanation; the report has it larger.")
 
 
 def write_code(folder: Path) -> None:
-    """Beginnings of Python, gone on with."""
+    """Print what the model makes of some beginnings of Python code."""
     from clearhead.checkpoint import load
     from clearhead.data import load_tokenizer
     from clearhead.generation import generate
@@ -91,5 +91,5 @@ def write_code(folder: Path) -> None:
     prompts = [tokenizer.encode(text, special=False) for text in CODE]
     written = generate(model, prompts, max_new_tokens=60, temperature=0.7, top_p=0.95, seed=1)
     for text, ids in zip(CODE, written, strict=True):
-        console.print(f"\n{text}", style="bold", end="", highlight=False, markup=False)
-        console.print(tokenizer.decode(ids), highlight=False, markup=False)
+        console.print(f"\n{text}", style="bold", end="", markup=False)
+        console.print(tokenizer.decode(ids), markup=False)

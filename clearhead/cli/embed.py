@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from clearhead.cli.arguments import Device, ModelName, find_device, find_model, follow, read_lines
+from clearhead.cli.arguments import (
+    Device,
+    LineFile,
+    ModelName,
+    Truncate,
+    check_folder,
+    find_device,
+    find_model,
+    read_lines,
+)
+from clearhead.cli.console import track
 from clearhead.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,9 +31,7 @@ Pool = Literal["model", "mean", "first"]
 
 def run(
     model: ModelName,
-    file: Annotated[
-        str, typer.Argument(metavar="FILE", help="A file with one text a line; - reads standard input.")
-    ] = "-",
+    file: LineFile = "-",
     out: Annotated[
         Path | None,
         typer.Option(
@@ -37,15 +45,12 @@ def run(
         ),
     ] = "model",
     tokens: Annotated[int, typer.Option(min=0, help="The most tokens computed at once; 0: what suits the device.")] = 0,
-    truncate: Annotated[
-        bool, typer.Option("--truncate", help="Cut a text that is too long at its end. Without it, that is an error.")
-    ] = False,
+    truncate: Truncate = False,
     device: Device = "auto",
 ) -> None:
     """Turn each line of a file into a vector, in order: a row of numbers for each text."""
     lines = read_lines(file)
-    if out is not None and not out.parent.is_dir():
-        raise InputError(f"--out {str(out)!r}: there is no folder {str(out.parent)!r}; make it first")
+    check_folder("--out", out)
     import torch
 
     from clearhead.checkpoint import load
@@ -53,31 +58,32 @@ def run(
     from clearhead.generation.embeddings import embed
     from clearhead.models import Encoder
 
-    place = find_model(model)
-    encoder = load(place, dtype=torch.float32, device=find_device(device))
+    path = find_model(model)
+    encoder = load(path, dtype=torch.float32, device=find_device(device))
     if not isinstance(encoder, Encoder) or encoder.config.inputs != "tokens":
         raise InputError(
             f"embed takes an encoder of texts; {model!r} has shape={encoder.config.shape!r}, "
             f"inputs={encoder.config.inputs!r}; take a BERT, a MiniLM or an ESM"
         )
-    max_len = find_limit(place, encoder)
-    tokenizer = load_tokenizer(place)
+    max_len = find_max_len(path, encoder)
+    tokenizer = load_tokenizer(path)
     vectors = embed(
-        encoder, tokenizer, lines, max_len=max_len, pool=pool, truncate=truncate, tokens=tokens, follow=follow
+        encoder, tokenizer, lines, max_len=max_len, pool=pool, truncate=truncate, tokens=tokens, follow=track
     )
-    write(vectors, out)
+    write_vectors(vectors, out)
 
 
-def find_limit(place: Path, model: Encoder) -> int:
-    """The most tokens in a text: what the model was trained with, where its files say so, else its positions."""
+def find_max_len(path: Path, model: Encoder) -> int:
+    """The longest text, in tokens: the length in training, if sentence_bert_config.json has it, else the model's max_len."""
     from clearhead.checkpoint.weight_files import read_json
 
-    told = place / "sentence_bert_config.json"
-    limit = read_json(told).get("max_seq_length") if told.is_file() else None
+    file = path / "sentence_bert_config.json"
+    limit = read_json(file).get("max_seq_length") if file.is_file() else None
     return min(limit, model.config.max_len) if isinstance(limit, int) and limit > 0 else model.config.max_len
 
 
-def write(vectors: np.ndarray, out: Path | None) -> None:
+def write_vectors(vectors: np.ndarray, out: Path | None) -> None:
+    """Vectors to a file (.npy or text), or as text to standard output."""
     import numpy as np
 
     if out is None:

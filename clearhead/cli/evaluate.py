@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from clearhead.cli.arguments import Device, ModelName, Quantize, find_device, find_model
+from clearhead.cli.metric_format import METRIC_NAMES, PERCENT, spell_metrics
 from clearhead.errors import InputError
 
 if TYPE_CHECKING:
-    from clearhead.cli.training_display import Display
+    from pathlib import Path
+
+    from torch import nn
+
     from clearhead.config import Config
     from clearhead.training.recipe import Recipe
 
@@ -41,63 +46,64 @@ def run(
 ) -> None:
     """Measure a model: perplexity and bits per byte of texts, BLEU and chrF of translations, accuracy of labels."""
     from clearhead.checkpoint.loading import open_checkpoint
-    from clearhead.cli.training_display import NAMES, PERCENT, Display, spell_metrics
+    from clearhead.cli.training_display import Display
     from clearhead.training.evaluation import measure
-    from clearhead.training.recipe import Recipe
 
-    place = find_model(model)
-    config = open_checkpoint(place).config
+    path = find_model(model)
+    config = open_checkpoint(path).config
     task = find_task(config)
     if task == "translate" and not (source and target):
         raise InputError(f"{model!r} translates; give --source and --target; got files={files or []}")
     if task != "translate" and not files:
         raise InputError(f"{model!r} is measured on files, and none was named; name them after the model")
-    limit = min(length or 1024, config.max_len, *([config.max_source_len] if task == "translate" else []))
-    start: dict[str, Any] = {"from": str(place.absolute())}
-    if task == "classify":
-        start["labels"] = list(config.labels)
-    recipe = Recipe.from_tables(
-        {
-            "task": task,
-            "model": start,
-            "data": {"length": limit},
-            "train": {
-                "batch_tokens": 4 * limit,
-                "beams": beams,
-                "device": find_device(device),
-                "score_rows": 1,
-                "samples": 3,
-            },
-        }
-    )
+    recipe = evaluation_recipe(path, config, task, length=length, beams=beams, device=find_device(device))
     recipe = recipe.with_files(files=files or [], source=source or [], target=target or []).with_set(set_ or [])
     with Display() as display:
         row = measure(recipe, display)
-        rounded = measure_rounded(recipe, display, quantize) if quantize else None
-    figures = {name: value for name, value in row.items() if isinstance(value, float)}
+        quantized = only_floats(measure(recipe, display, quantizer(quantize))) if quantize else None
+    metrics = only_floats(row)
     if as_json:
-        typer.echo(json.dumps(figures if rounded is None else {**figures, quantize: rounded}))
-    elif rounded is None:
+        typer.echo(json.dumps(metrics if quantized is None else {**metrics, quantize: quantized}))
+    elif quantize is None or quantized is None:
         typer.echo(spell_metrics(row))
     else:
-        typer.echo(f"as it is  {spell_metrics(figures)}\n{quantize:<9} {spell_metrics(rounded)}")
-        # Of what is a share already, a share would mislead.
-        plain = {name: value for name, value in figures.items() if name not in PERCENT and value}
-        changes = (f"{NAMES.get(name, name)} {rounded[name] / value - 1:+.2%}" for name, value in plain.items())
-        typer.echo(f"change    {', '.join(changes)}")
+        print_comparison(metrics, quantized, quantize)
 
 
-def measure_rounded(recipe: Recipe, display: Display, kind: str) -> dict[str, float]:
-    """The same with weights of fewer bits."""
-    from clearhead.quantization.integer import quantize
-    from clearhead.training.evaluation import measure
+def evaluation_recipe(path: Path, config: Config, task: str, *, length: int | None, beams: int, device: str) -> Recipe:
+    """A recipe that starts from the model at `path`, for its evaluation only."""
+    from clearhead.training.recipe import Recipe
 
-    row = measure(recipe, display, lambda model: quantize(model, kind))
+    limit = min(length or 1024, config.max_len, *([config.max_source_len] if task == "translate" else []))
+    model: dict[str, Any] = {"from": str(path.absolute())}
+    if task == "classify":
+        model["labels"] = list(config.labels)
+    train = dict(batch_tokens=4 * limit, beams=beams, device=device, score_rows=1, samples=3)
+    return Recipe.from_tables({"task": task, "model": model, "data": {"length": limit}, "train": train})
+
+
+def only_floats(row: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in row.items() if isinstance(value, float)}
 
 
+def quantizer(kind: str) -> Callable[[nn.Module], object]:
+    """A function that quantises a model in place, to "int8" or "int4"."""
+    from clearhead.quantization.integer import quantize
+
+    return lambda model: quantize(model, kind)
+
+
+def print_comparison(metrics: dict[str, float], quantized: dict[str, float], kind: str) -> None:
+    """The metrics of the model as it is, of the quantised one, and the relative change."""
+    typer.echo(f"as it is  {spell_metrics(metrics)}\n{kind:<9} {spell_metrics(quantized)}")
+    # Of a metric that is itself a percentage, a relative change in percent would mislead.
+    plain = {name: value for name, value in metrics.items() if name not in PERCENT and value}
+    changes = (f"{METRIC_NAMES.get(name, name)} {quantized[name] / value - 1:+.2%}" for name, value in plain.items())
+    typer.echo(f"change    {', '.join(changes)}")
+
+
 def find_task(config: Config) -> str:
-    """What a model was made for."""
+    """The training task that fits a model: what it is measured by."""
     if config.shape != "encoder":
         return TASKS[config.shape]
     if config.head == "none":

@@ -1,4 +1,4 @@
-"""`clearhead explore`: a page that shows a model at work on a text; or the same as tables."""
+"""`clearhead explore`: a web page that shows what a model computes for a text; or tables of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from clearhead.cli.arguments import Device, ModelName, find_device, find_model, load_model
+from clearhead.cli.ablation_batches import AblationInput
+from clearhead.cli.arguments import Device, ModelName, Port, check_folder, find_device, find_model, load_model
 from clearhead.errors import InputError, MissingExtraError
 
 
@@ -21,7 +22,7 @@ def run(
     export: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write one HTML file that needs neither server nor network.")
     ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    port: Port = 0,
     no_open: Annotated[bool, typer.Option("--no-open", help="Print the address, and open no browser.")] = False,
     sites: Annotated[
         bool, typer.Option("--sites", help="List the places where one can look; the text is then a pattern for them.")
@@ -41,28 +42,27 @@ def run(
 ) -> None:
     """Look inside a model: opens a page in the browser, served from this machine to this machine only."""
     check_options(sites, ablate, export, heads, bleu, as_csv, as_json)
-    place = find_model(model)
-    if sites or ablate:
-        from clearhead.cli import explore_tables
+    path, device = find_model(model), find_device(device)
+    name = path.stem if path.is_file() else path.resolve().name
+    form = "csv" if as_csv else "json" if as_json else "table"
+    if sites:
+        from clearhead.cli.site_table import print_sites
 
-        form = "csv" if as_csv else "json" if as_json else "table"
-        found = load_model(place, find_device(device))
-        if sites:
-            explore_tables.print_sites(found, text, form=form)
-        else:
-            explore_tables.print_ablation(found, place, text, target=target, heads=heads, form=form, bleu=bleu)
-        return
-    name = place.stem if place.is_file() else place.resolve().name
-    if export is not None:
-        write_page(place, name, text, target, find_device(device), export)
-        return
-    serve_page(place, name, text, target, find_device(device), port, opens=not no_open)
+        print_sites(load_model(path, device), text, form=form)
+    elif ablate:
+        from clearhead.cli.ablation_table import print_ablation
+
+        print_ablation(load_model(path, device), path, AblationInput(text, target, heads, bleu), form=form)
+    elif export is not None:
+        write_page(path, name, text, target, device, export)
+    else:
+        serve_page(path, name, text, target, device, port, opens=not no_open)
 
 
 def check_options(
     sites: bool, ablate: bool, export: Path | None, heads: str, bleu: bool, as_csv: bool, as_json: bool
 ) -> None:
-    """Refuse what would be left undone."""
+    """Refuse options that would be ignored."""
     chosen = {"--sites": sites, "--ablate": ablate, "--export": export is not None}
     if len(given := [name for name, is_given in chosen.items() if is_given]) > 1:
         raise InputError(f"{' and '.join(given)} are different things to do; give one of them")
@@ -74,18 +74,17 @@ def check_options(
         raise InputError("--heads and --bleu are for --ablate; add it, or leave them out")
 
 
-def write_page(place: Path, name: str, text: str, target: str | None, device: str, file: Path) -> None:
+def write_page(path: Path, name: str, text: str, target: str | None, device: str, file: Path) -> None:
     from clearhead.explorer import export_page, tokenizer_of
 
-    if not file.parent.is_dir():
-        raise InputError(f"--export {str(file)!r} is in no folder that exists; make {str(file.parent)!r} first")
-    found = load_model(place, device)
-    page = export_page(found, tokenizer_of(place, found), text, target, name=name, place=place)
+    check_folder("--export", file)
+    model = load_model(path, device)
+    page = export_page(model, tokenizer_of(path, model), text, target, name=name, place=path)
     file.write_text(page, encoding="utf-8")
     typer.echo(f"{file}: {len(page.encode()) / 1e6:.1f} MB; opens in any browser, needs no network")
 
 
-def serve_page(place: Path, name: str, text: str, target: str | None, device: str, port: int, *, opens: bool) -> None:
+def serve_page(path: Path, name: str, text: str, target: str | None, device: str, port: int, *, opens: bool) -> None:
     try:
         from clearhead.serving.app import make_app
         from clearhead.serving.explorer_routes import address_of
@@ -102,5 +101,5 @@ def serve_page(place: Path, name: str, text: str, target: str | None, device: st
         if opens:
             webbrowser.open(address)
 
-    hosts = {name: open_host(place, name, device=device)}
+    hosts = {name: open_host(path, name, device=device)}
     run_app(make_app(hosts), hosts.values(), 1.0, ready=ready, host="127.0.0.1", port=port)

@@ -1,4 +1,4 @@
-"""`clearhead generate`: a decoder goes on with a text, or answers in a conversation, word by word."""
+"""`clearhead generate`: a decoder continues a text, or answers in a chat, shown while it is generated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from clearhead.cli.arguments import Device, ModelName, Quantize, find_device, find_model, load_model, read_text
+from clearhead.cli.arguments import (
+    Device,
+    ModelName,
+    Quantize,
+    find_device,
+    find_model,
+    load_model,
+    load_tokenizer_of,
+    read_text,
+)
 from clearhead.errors import InputError
 
 if TYPE_CHECKING:
@@ -67,35 +76,53 @@ def run(
         raise InputError(f"--chat asks for your lines one by one; got the prompt {prompt!r:.40}; leave one of them out")
     schema = None if json_schema is None else read_schema(json_schema)
     text = "" if chat else read_text(prompt)
-    from clearhead.data import load_tokenizer
-    from clearhead.generation import Strategy
-    from clearhead.generation.texts import check_stops, make_grammar
-    from clearhead.models import Decoder
-
     options: dict[str, Any] = dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     options |= dict(repetition_penalty=repetition_penalty, presence_penalty=presence_penalty)
     options |= dict(frequency_penalty=frequency_penalty, no_repeat_ngram=no_repeat_ngram, min_new_tokens=min_new_tokens)
-    Strategy.of(options)  # said before a model is read
-    place = find_model(model)
-    tokenizer = load_tokenizer(place if place.is_dir() or place.suffix == ".gguf" else place.parent)
-    stops = check_stops(stop or [], tokenizer)
-    decoder = load_model(place, find_device(device), quantize)
-    if not isinstance(decoder, Decoder):
-        raise InputError(
-            f"generate takes a decoder; {model!r} has shape={decoder.config.shape!r}; take a GPT or a LLaMA"
-        )
-    grammar = make_grammar(decoder, tokenizer, regex=regex, json_schema=schema, choices=choice)
-    options |= dict(max_new_tokens=max_new_tokens, seed=seed, stop=stops, truncate=truncate)
+    check_sampling(options)  # before a model is loaded
+    options |= dict(max_new_tokens=max_new_tokens, seed=seed, truncate=truncate)
     options |= dict(scored=scores or alternatives > 0, alternatives=alternatives)
-    writer = TextWriter(decoder, tokenizer, options, grammar)
+    constraints = dict(regex=regex, json_schema=schema, choices=choice)
+    writer = make_writer(model, find_device(device), quantize, options, stop or [], constraints)
     if chat:
         run_chat(writer, system)
     else:
-        writer.write(tokenizer.encode(text), shown="" if writer.scored else text)
+        writer.write(writer.tokenizer.encode(text), shown="" if writer.scored else text)
+
+
+def check_sampling(options: dict[str, Any]) -> None:
+    """Refuse wrong sampling options."""
+    from clearhead.generation import Strategy
+
+    Strategy.of(options)
+
+
+def make_writer(
+    name: str,
+    device: str,
+    quantize: str | None,
+    options: dict[str, Any],
+    stops: list[str],
+    constraints: dict[str, Any],
+) -> TextWriter:
+    """Load the tokenizer and the decoder, and prepare what constrains the text."""
+    from clearhead.generation.texts import check_stops, make_grammar
+    from clearhead.models import Decoder
+
+    path = find_model(name)
+    tokenizer = load_tokenizer_of(path)
+    stops = check_stops(stops, tokenizer)
+    decoder = load_model(path, device, quantize)
+    if not isinstance(decoder, Decoder):
+        raise InputError(
+            f"generate takes a decoder; {name!r} has shape={decoder.config.shape!r}; take a GPT or a LLaMA"
+        )
+    grammar = make_grammar(decoder, tokenizer, **constraints)
+    return TextWriter(decoder, tokenizer, {**options, "stop": stops}, grammar)
 
 
 def read_schema(given: str) -> str:
-    """A JSON schema's text: what was given, or the file of that name."""
+    """A JSON schema as text: the argument itself, or the content of the file with that name."""
     if given.lstrip().startswith("{") or given.strip() in ("true", "false"):
         return given
     if not Path(given).is_file():
@@ -107,61 +134,65 @@ def read_schema(given: str) -> str:
 
 
 class TextWriter:
-    """Writes one text after another to standard output, and keeps to the same options."""
+    """Generates texts with the same options, and prints each to standard output while it is generated."""
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, options: dict[str, Any], grammar: Grammar | None) -> None:
         self.model, self.tokenizer, self.options, self.grammar = model, tokenizer, options, grammar
         self.scored: bool = options["scored"]
         self._engine: Engine | None = None
 
-    def write(self, ids: list[int], shown: str = "", *, going_on: bool = False) -> str:
-        """Go on from these ids; returns what was written. `going_on`: others will follow that begin like this one."""
+    def write(self, ids: list[int], shown: str = "", *, in_chat: bool = False) -> str:
+        """Continue these ids. Returns the new text.
+
+        `shown` is printed in front of it. `in_chat`: the ids are a conversation, and later calls continue the same one.
+        """
         from clearhead.generation import Engine
         from clearhead.generation.engines import make_engine
         from clearhead.generation.texts import StoppingStream, follow, make_request, stream_of
 
         request = make_request(self.model, self.tokenizer, ids, grammar=self.grammar, **self.options)
         if self._engine is None:
-            # A conversation's beginning is kept, so that only what is new is read.
-            self._engine = Engine(self.model, max_rows=1) if going_on else make_engine(self.model, [request])
+            # In a chat the engine keeps the conversation so far, so that only the new part is computed.
+            self._engine = Engine(self.model, max_rows=1) if in_chat else make_engine(self.model, [request])
         ticket = self._engine.submit(request)
-        written, tokens = "", list["Token"]()
         stops = self.options["stop"]
-        # An answer is a text of its own.
-        stream = StoppingStream(self.tokenizer, stops) if going_on else stream_of(request, self.tokenizer, stops)
+        # An answer is a text of its own; otherwise the text continues the prompt.
+        stream = StoppingStream(self.tokenizer, stops) if in_chat else stream_of(request, self.tokenizer, stops)
+        written, tokens = "", list["Token"]()
         typer.echo(shown, nl=False)
         try:
             for token, piece in follow(self._engine, ticket, stream):
                 written += piece
-                if self.scored and token is not None:
-                    if not tokens:
-                        typer.echo(
-                            f"{'token':<20} {'probability':>11} {'log':>9}"
-                            + "   instead" * (self.options["alternatives"] > 0)
-                        )
-                    tokens.append(token)
-                    typer.echo(spell(token, self.tokenizer))
-                elif not self.scored:
+                if not self.scored:
                     typer.echo(piece, nl=False)
+                elif token is not None:
+                    self._print_token(token, is_first=not tokens)
+                    tokens.append(token)
                 sys.stdout.flush()
         except KeyboardInterrupt:
-            self._engine = None  # it may have been stopped anywhere
-            if not (going_on and sys.stdin.isatty()):
+            self._engine = None  # it may have been interrupted in the middle of a step
+            if not (in_chat and sys.stdin.isatty()):
                 raise
-        finally:  # the line ends, whatever ends the text
-            if self.scored and tokens:
-                typer.echo(sum_up(tokens))
-            elif not self.scored:
+        finally:  # end the line, however the text ended
+            if not self.scored:
                 typer.echo()
+            elif tokens:
+                typer.echo(spell_total(tokens))
         sys.stdout.flush()
         if self.grammar is not None and ticket.reason == "length":
             n = self.options["max_new_tokens"]
             typer.echo(f"clearhead: cut after {n} tokens, before the text was complete; raise -n", err=True)
         return written
 
+    def _print_token(self, token: Token, *, is_first: bool) -> None:
+        if is_first:
+            last = "   instead" if self.options["alternatives"] > 0 else ""
+            typer.echo(f"{'token':<20} {'probability':>11} {'log':>9}{last}")
+        typer.echo(spell_token(token, self.tokenizer))
 
-def spell(token: Token, tokenizer: Tokenizer) -> str:
-    """A token, how likely it was, and what else was."""
+
+def spell_token(token: Token, tokenizer: Tokenizer) -> str:
+    """A line: a token, its probability, and its alternatives with theirs."""
     from clearhead.generation.texts import piece_name
 
     line = f"{piece_name(tokenizer, token.id)!r:<20} {math.exp(token.score):>11.2%} {token.score:>9.4f}"
@@ -171,25 +202,26 @@ def spell(token: Token, tokenizer: Tokenizer) -> str:
     return "   ".join([line, *others])
 
 
-def sum_up(tokens: list[Token]) -> str:
+def spell_total(tokens: list[Token]) -> str:
+    """A line: the log-probability and the perplexity of all tokens together."""
     total = sum(token.score for token in tokens)
     return f"{len(tokens)} tokens: log-probability {total:.4f}, perplexity {math.exp(-total / len(tokens)):.4f}"
 
 
 def run_chat(writer: TextWriter, system: str | None) -> None:
-    """Lines in, answers out, until the input ends. Ctrl-C ends an answer, and between answers the conversation."""
+    """Read a line, print an answer, until the input ends. Ctrl-C stops an answer; between answers it ends the chat."""
     messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
-    asks = sys.stdin.isatty()
+    is_terminal = sys.stdin.isatty()
     while True:
         try:
-            line = input("> " if asks else "")
+            line = input("> " if is_terminal else "")
         except (EOFError, KeyboardInterrupt):
-            if asks:
+            if is_terminal:
                 typer.echo()
             return
         if not line.strip():
             continue
         messages.append({"role": "user", "content": line})
         ids = writer.tokenizer.encode(writer.tokenizer.chat(messages), special=False)
-        answer = writer.write(ids, going_on=True)
+        answer = writer.write(ids, in_chat=True)
         messages.append({"role": "assistant", "content": answer.strip()})

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from clearhead.cli.console import wide_console
+from clearhead.cli.console import plain_table, wide_console
 from clearhead.config import Config
 from clearhead.costs.parameters import count_parameters
 from clearhead.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def run(
@@ -27,19 +29,15 @@ def run(
 
 
 def preset_table(configs: dict[str, Config]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for heading in ("name", "family", "shape"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("layers", "width", "heads", "parameters"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    """A row for each config, with space between families."""
+    table = plain_table("name", "family", "shape", "layers", "width", "heads", "parameters", n_left=3, gap=1)
     family = None
     for name, config in configs.items():
         if family not in (None, config.family):
             table.add_section()
         family = config.family
-        layers = f"{config.n_layers}+{config.n_decoder_layers}" if config.n_decoder_layers else str(config.n_layers)
         shared = config.n_kv_heads != config.n_heads
         heads = f"{config.n_heads}/{config.n_kv_heads}" if shared else str(config.n_heads)
         total = sum(count_parameters(config).values())
-        table.add_row(name, config.family, config.shape, layers, str(config.d_model), heads, f"{total:,}")
+        table.add_row(name, config.family, config.shape, config.depth, str(config.d_model), heads, f"{total:,}")
     return table

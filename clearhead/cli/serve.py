@@ -1,14 +1,14 @@
-"""`clearhead serve`: models behind HTTP, as the openai client speaks it."""
+"""`clearhead serve`: models behind an HTTP API that the openai client can call."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from clearhead.cli.arguments import Device, find_device, find_model
+from clearhead.cli.arguments import Device, Port, find_device, find_model
 from clearhead.errors import InputError, MissingExtraError
 
 
@@ -18,7 +18,7 @@ def run(
         typer.Argument(metavar="MODEL...", help="Folders or files, or names on the hub; NAME=PATH gives it a name."),
     ],
     host: Annotated[str, typer.Option(help="Where to listen. 0.0.0.0 is every address: set keys first.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    port: Port = 8000,
     keys: Annotated[
         Path | None,
         typer.Option(help="A file with one API key a line. Or set CLEARHEAD_API_KEYS, with commas between."),
@@ -47,37 +47,35 @@ def run(
         from clearhead.serving.server import run_app
     except ImportError as error:
         raise MissingExtraError(f"serving needs {error.name}; install clearhead[serve]") from None
-    secret = read_keys(keys)
-    if host not in LOCAL and not secret:
+    api_keys = read_keys(keys)
+    if host not in LOCAL and not api_keys:
         raise InputError(
             f"--host {host} lets others in, and there are no keys; got neither --keys nor CLEARHEAD_API_KEYS; set one, "
             f"or listen on 127.0.0.1"
         )
-    named: dict[str, str] = {}
-    for given in models:
-        name, _, place = given.rpartition("=")
-        name = name or Path(place).stem
-        if name in named:
-            raise InputError(f"two models have the name {name!r}; give one another: NAME={place}")
-        named[name] = place
+    named_models = read_names(models)
+    options: dict[str, Any] = dict(device=find_device(device), quantize=quantize, max_tokens=max_tokens)
     hosts = {
-        name: open_host(
-            find_model(place),
-            name,
-            device=find_device(device),
-            quantize=quantize,
-            max_tokens=max_tokens,
-            max_rows=max_texts,
-        )
-        for name, place in named.items()
+        name: open_host(find_model(path), name, max_rows=max_texts, **options) for name, path in named_models.items()
     }
-    names = (*(allow_host or []), *(() if host in (*LOCAL, "0.0.0.0", "::") else (host,)))
-    app = make_app(hosts, Limits(streams=streams, seconds=seconds, hosts=names, keys=secret))
+    host_names = (*(allow_host or []), *(() if host in (*LOCAL, "0.0.0.0", "::") else (host,)))
+    app = make_app(hosts, Limits(streams=streams, seconds=seconds, hosts=host_names, keys=api_keys))
     for each in hosts.values():
-        typer.echo(
-            f"{each.name}: {each.kind}, {sum(p.numel() for p in each.model.parameters()):,} parameters", err=True
-        )
+        n_parameters = sum(p.numel() for p in each.model.parameters())
+        typer.echo(f"{each.name}: {each.kind}, {n_parameters:,} parameters", err=True)
     run_app(app, hosts.values(), grace, host=host, port=port)
+
+
+def read_names(models: list[str]) -> dict[str, str]:
+    """Each NAME=PATH, or PATH, by its name; without one, a model is called as its folder or file."""
+    named: dict[str, str] = {}
+    for model in models:
+        name, _, path = model.rpartition("=")
+        name = name or Path(path).stem
+        if name in named:
+            raise InputError(f"two models have the name {name!r}; give one another: NAME={path}")
+        named[name] = path
+    return named
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""`clearhead train`: from files, or a recipe, to a model."""
+"""`clearhead train`: from files or a recipe to a model."""
 
 from __future__ import annotations
 
@@ -62,44 +62,48 @@ def run(
     clearhead train classify images/
     clearhead train --resume runs/translate-1
     """
-    from clearhead.training.folder import read_run
-    from clearhead.training.recipe import find_recipe
-
     settings = list(set_ or [])
     policies = dict(bad_bytes=bad_bytes, too_long=too_long, empty=empty, unequal=unequal)
     settings += [f"data.{name}={value}" for name, value in policies.items() if value is not None]
     settings += read_lora(lora) if lora else []
+    files = dict(source=source, target=target, valid=valid, valid_source=valid_source, valid_target=valid_target)
     if resume is not None:
+        from clearhead.training.folder import read_run
+
         if what or source or target:
             raise InputError(f"--resume {resume} goes on with the data it began with; got {what}; leave them out")
-        recipe, out = read_run(resume).with_set(settings), resume
+        recipe, out = read_run(resume), resume
     else:
-        if not what:
-            raise InputError("nothing to learn was named; try: clearhead train language data/*.txt")
-        recipe = find_recipe(recipe_name(what))
-        files = dict(files=what[1:], source=source, target=target)
-        files |= dict(valid=valid, valid_source=valid_source, valid_target=valid_target)
-        recipe = recipe.with_files(**{name: names or [] for name, names in files.items()})
-        recipe = with_start(recipe, start, gentle=not what[0].endswith(".toml"), lora=lora is not None).with_set(
-            settings
-        )
+        recipe = with_start(new_recipe(what, files), start, what, lora=lora is not None)
+    recipe = recipe.with_set(settings)
     if show_recipe:
         typer.echo(recipe.to_toml(), nl=False)
         return
     train_and_show(recipe, out, resume=resume is not None)
 
 
+def new_recipe(what: list[str] | None, files: dict[str, list[str] | None]) -> Recipe:
+    """The recipe of a task or a .toml file, with the user's files."""
+    from clearhead.training.recipe import find_recipe
+
+    if not what:
+        raise InputError("nothing to learn was named; try: clearhead train language data/*.txt")
+    recipe = find_recipe(recipe_name(what))
+    return recipe.with_files(files=what[1:], **{name: names or [] for name, names in files.items()})
+
+
 def recipe_name(what: list[str]) -> str:
-    """The recipe that the first words mean: pictures are classified by another model than texts."""
+    """The name of the recipe: for images it is another than for texts, though both are the task "classify"."""
     is_folder = len(what) > 1 and Path(what[1]).is_dir()
     has_folders = is_folder and any(path.is_dir() for path in Path(what[1]).iterdir())
     return "pictures" if what[0] == "classify" and has_folders else what[0]
 
 
-def with_start(recipe: Recipe, start: str | None, *, gentle: bool, lora: bool) -> Recipe:
-    """The recipe with a model to start from: its sizes and its dropout are then the model's.
+def with_start(recipe: Recipe, start: str | None, what: list[str] | None, *, lora: bool) -> Recipe:
+    """The recipe with a model to start from, which then also gives the sizes and the dropout.
 
-    `gentle`: with the small steps that keep what the model knows, in place of those that a new one learns with.
+    Unless the user gave a recipe file of their own, the optimizer's settings become those for fine-tuning: a smaller learning
+    rate, so that the model keeps what it knows.
     """
     from dataclasses import replace
 
@@ -108,7 +112,7 @@ def with_start(recipe: Recipe, start: str | None, *, gentle: bool, lora: bool) -
     if start is None:
         return recipe
     train = recipe.train
-    if gentle:
+    if not (what and what[0].endswith(".toml")):
         small = dict(optimizer="adamw", schedule="cosine", weight_decay=0.01, lr=1e-3 if lora else 1e-4)
         train = replace(train, **small)  # type: ignore[arg-type]
     kept = {name: value for name, value in recipe.model.items() if name == "pool"}
@@ -116,7 +120,7 @@ def with_start(recipe: Recipe, start: str | None, *, gentle: bool, lora: bool) -
 
 
 def read_lora(text: str) -> list[str]:
-    """--lora rank=8,alpha=16 as settings."""
+    """The settings that --lora rank=8,alpha=16 stands for."""
     settings: list[str] = []
     for pair in text.split(","):
         name, equals, value = pair.partition("=")
@@ -127,7 +131,7 @@ def read_lora(text: str) -> list[str]:
 
 
 def train_and_show(recipe: Recipe, out: Path | None, *, resume: bool = False) -> dict[str, float]:
-    """Train, with a bar; say where the result is, or how to go on."""
+    """Train with a progress bar, then print where the result is, or how to resume. Returns the metrics."""
     from clearhead.cli.training_display import Display
     from clearhead.training import train
 
@@ -139,7 +143,7 @@ def train_and_show(recipe: Recipe, out: Path | None, *, resume: bool = False) ->
             display.interrupted(result)
     code = 0 if result.is_complete else 130
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # Python's own end takes apart what gloo's threads still hold: about one run in thirty then aborted (torch 2.13).
+        # A normal exit destroys objects that gloo's threads still use: about one run in thirty aborted (torch 2.13).
         sys.stdout.flush()
         os._exit(code)
     if code:

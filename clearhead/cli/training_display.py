@@ -1,4 +1,4 @@
-"""A training run in the terminal: a bar while it runs, a line for each evaluation, everything else said once."""
+"""A training run in the terminal: a summary, a progress bar, a line for each evaluation, and the result."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from clearhead.cli.metric_format import spell_metrics
 from clearhead.training.loop import Result
 from clearhead.training.show import Row, Show
 
-PERCENT = ("accuracy", "exact", "utilisation")
-NAMES = {"bits_per_byte": "bits/byte", "bleu": "BLEU", "chrf": "chrF", "exact": "exact match"}
-HIDDEN = ("step", "kind", "samples")
-
 
 class Display(Show):
-    """Draws to a terminal; into a pipe it writes plain lines, one for each logged step."""
+    """Draws a progress bar on a terminal. Into a pipe it writes a line for each logged step."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
@@ -87,7 +84,7 @@ class Display(Show):
             self.bars.update(self.steps, visible=False)
 
     def finish(self, result: Result) -> None:
-        if self.steps is None:  # one of several processes, and not the one that speaks
+        if self.steps is None:  # one of several processes, and not the one that prints
             return
         self.console.print()
         self.say(f"result, on held-out data: {spell_metrics(result.metrics)}", "bold green")
@@ -104,17 +101,7 @@ class Display(Show):
         self.say(f"  clearhead train --resume {result.folder}")
 
 
-def spell_metrics(row: Row) -> str:
-    parts: list[str] = []
-    for name, value in row.items():
-        if name not in HIDDEN and isinstance(value, int | float):
-            number = (
-                f"{value:.2%}" if name in PERCENT else f"{value:.2f}" if name in ("bleu", "chrf") else f"{value:.4f}"
-            )
-            parts.append(f"{NAMES.get(name, name)} {number}")
-    return ", ".join(parts)
-
-
 def short(text: str, width: int = 60) -> str:
+    """The text on one line, cut to `width` characters."""
     text = " ".join(text.split())
     return text if len(text) <= width else text[: width - 1] + "…"

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
-from io import BytesIO
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from clearhead.cli.arguments import Device, ModelName, find_device, find_model, follow
+from clearhead.cli.arguments import Beams, Device, ModelName, find_device, find_model, open_binary
+from clearhead.cli.console import track
 from clearhead.errors import InputError
 
-AT_ONCE = 8  # windows
+if TYPE_CHECKING:
+    from clearhead.config import Config
+
+BATCH = 8  # windows computed at once
 
 
 def run(
@@ -29,7 +32,7 @@ def run(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Where the tokenizer is. Without it: beside the model, e.g. gpt2.tiktoken.")
     ] = None,
-    beams: Annotated[int, typer.Option(min=1, help="Texts kept at each step; 1 is greedy.")] = 1,
+    beams: Beams = 1,
     device: Device = "auto",
 ) -> None:
     """Write down what is said in a sound file, 30 seconds after 30 seconds, without times."""
@@ -37,29 +40,32 @@ def run(
 
     from clearhead.checkpoint import load
     from clearhead.data.audio import HOP, load_audio
-    from clearhead.engine.engine import BLOCK
     from clearhead.generation import Engine
     from clearhead.generation.texts import in_order
     from clearhead.generation.transcription import Scribe, find_tokenizer
 
-    sound = load_audio(BytesIO(sys.stdin.buffer.read()) if audio == "-" else audio)
-    place = find_model(model)
-    whisper = load(place, dtype=torch.float32, device=find_device(device))
+    sound = load_audio(open_binary(audio))
+    path = find_model(model)
+    whisper = load(path, dtype=torch.float32, device=find_device(device))
     config = whisper.config
     if config.inputs != "frames":
         raise InputError(
             f"transcribe takes a model of sound; {model!r} has shape={config.shape!r}, inputs={config.inputs!r}; "
             f"take a Whisper"
         )
-    scribe = Scribe(whisper, find_tokenizer(tokenizer or place, config.vocab_size), language, task)  # type: ignore[arg-type]
+    scribe = Scribe(whisper, find_tokenizer(tokenizer or path, config.vocab_size), language, task)  # type: ignore[arg-type]
     n_windows = -(-len(sound) // (2 * HOP * config.max_source_len))
-    # Memory for so many windows: their sound, and each beam's text.
-    max_tokens = AT_ONCE * (config.max_source_len + BLOCK + beams * (config.max_len + BLOCK))
-    engine = Engine(scribe.model, max_tokens=max_tokens, max_rows=AT_ONCE * beams)
-    listened = in_order(engine, scribe.requests(sound, beams), AT_ONCE)
-    tickets = follow(listened, "listening", n_windows, printing=True)
-    for number, ticket in enumerate(tickets):
+    engine = Engine(scribe.model, max_tokens=max_tokens(config, beams), max_rows=BATCH * beams)
+    tickets = in_order(engine, scribe.requests(sound, beams), BATCH)
+    for number, ticket in enumerate(track(tickets, "listening", n_windows, printing=True)):
         text = scribe.tokenizer.decode(ticket.hypotheses[0].tokens).strip()
         typer.echo((" " if number else "") + text, nl=False)
         sys.stdout.flush()
     typer.echo()
+
+
+def max_tokens(config: Config, beams: int) -> int:
+    """The engine's memory for a batch of windows, in tokens: the sound of each, and the text of each beam."""
+    from clearhead.engine.engine import BLOCK
+
+    return BATCH * (config.max_source_len + BLOCK + beams * (config.max_len + BLOCK))

@@ -9,20 +9,34 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from clearhead.cli.arguments import Device, ModelName, Quantize, find_device, find_model, follow, load_model, read_lines
+from clearhead.cli.arguments import (
+    Beams,
+    Device,
+    LineFile,
+    ModelName,
+    Quantize,
+    check_folder,
+    find_device,
+    find_model,
+    load_model,
+    load_tokenizer_of,
+    read_lines,
+)
+from clearhead.cli.console import track, wide_console
 from clearhead.errors import InputError
 
 if TYPE_CHECKING:
     from clearhead.data import Tokenizer
     from clearhead.generation import Hypothesis
+    from clearhead.models import EncoderDecoder
+
+BATCH_TOKENS = 65_536  # tokens of sources and beams that are held at once
 
 
 def run(
     model: ModelName,
-    file: Annotated[
-        str, typer.Argument(metavar="FILE", help="A file with one text a line; - reads standard input.")
-    ] = "-",
-    beams: Annotated[int, typer.Option(min=1, help="Texts kept at each step; 1 is greedy.")] = 4,
+    file: LineFile = "-",
+    beams: Beams = 4,
     n_best: Annotated[
         int | None,
         typer.Option(min=1, help="So many translations of each line: its number, a score and the text, with tabs."),
@@ -46,85 +60,91 @@ def run(
     device: Device = "auto",
 ) -> None:
     """Translate each line, in order, to standard output; an empty line stays empty."""
-    if trace is not None and beams == 1:
-        raise InputError("--trace is of a search, and --beams 1 searches nothing; take 2 or more")
-    if n_best is not None and n_best > beams:
-        raise InputError(
-            f"a search finds as many texts as it has beams; got --n-best {n_best}, --beams {beams}; change one"
-        )
-    if trace is not None and not trace.absolute().parent.is_dir():
-        raise InputError(f"--trace {str(trace)!r} is in a folder that is not there; make it first")
+    check_options(beams, n_best, trace)
     lines = read_lines(file)
-    from clearhead.data import load_tokenizer
     from clearhead.generation import Request
     from clearhead.generation.engines import make_engine
     from clearhead.generation.texts import in_order
-    from clearhead.models import EncoderDecoder
 
-    place = find_model(model)
-    translator = load_model(place, find_device(device), quantize)
-    if not isinstance(translator, EncoderDecoder) or translator.config.inputs != "tokens":
-        raise InputError(
-            f"translate takes an encoder-decoder over texts; {model!r} has shape={translator.config.shape!r}, "
-            f"inputs={translator.config.inputs!r}; take a Marian, a T5 or a run of `clearhead train translate`"
-        )
-    config, tokenizer = translator.config, load_tokenizer(place if place.is_dir() else place.parent)
-    if max_new_tokens is not None and max_new_tokens > config.max_len:
-        raise InputError(
-            f"--max-new-tokens {max_new_tokens} is more than the model's max_len={config.max_len}; lower it"
-        )
-    common: dict[str, Any] = dict(beams=beams, length_penalty=length_penalty, n_best=n_best or 1)
-    common |= dict(scored=n_best is not None, trace=trace is not None)
+    path = find_model(model)
+    translator = load_translator(model, path, find_device(device), quantize, max_new_tokens)
+    config, tokenizer = translator.config, load_tokenizer_of(path)
+    options: dict[str, Any] = dict(beams=beams, length_penalty=length_penalty, n_best=n_best or 1)
+    options |= dict(scored=n_best is not None, trace=trace is not None)
     sources = [
         encode(tokenizer, line, number, config.max_source_len, cut=truncate is not None)
         for number, line in enumerate(lines, 1)
         if line.strip()
     ]
     requests = [
-        Request(source=ids, max_new_tokens=max_new_tokens or min(2 * len(ids) + 20, config.max_len), **common)
+        Request(source=ids, max_new_tokens=max_new_tokens or min(2 * len(ids) + 20, config.max_len), **options)
         for ids in sources
     ]
     tickets = in_order(make_engine(translator, requests, BATCH_TOKENS), requests)
     traces: list[dict[str, Any]] = []
-    for number, line in enumerate(follow(lines, "translating", len(lines), printing=True), 1):
+    for number, line in enumerate(track(lines, "translating", len(lines), printing=True), 1):
         ticket = next(tickets) if line.strip() else None
-        typer.echo(show(ticket.hypotheses if ticket else [], number, tokenizer, with_scores=n_best is not None))
+        typer.echo(spell(ticket.hypotheses if ticket else [], number, tokenizer, with_scores=n_best is not None))
         if trace is not None and ticket is not None:
             from clearhead.generation.traces import make_trace
 
             traces.append({"line": number, **make_trace(ticket, translator, tokenizer, text=line)})
     if trace is not None:
-        keep(traces, trace, model)
+        write_traces(traces, trace, model)
 
 
-BATCH_TOKENS = 65_536  # sources and beams held at once
+def check_options(beams: int, n_best: int | None, trace: Path | None) -> None:
+    """Refuse options that do not go together."""
+    if trace is not None and beams == 1:
+        raise InputError("--trace is of a search, and --beams 1 searches nothing; take 2 or more")
+    if n_best is not None and n_best > beams:
+        raise InputError(
+            f"a search finds as many texts as it has beams; got --n-best {n_best}, --beams {beams}; change one"
+        )
+    check_folder("--trace", trace)
 
 
-def show(found: Sequence[Hypothesis], number: int, tokenizer: Tokenizer, *, with_scores: bool) -> str:
-    """A line's translation; with scores, its n best, each with the line's number."""
+def load_translator(
+    name: str, path: Path, device: str, quantize: str | None, max_new_tokens: int | None
+) -> EncoderDecoder:
+    """The model, if it is an encoder-decoder over texts that can write `max_new_tokens`."""
+    from clearhead.models import EncoderDecoder
+
+    model = load_model(path, device, quantize)
+    config = model.config
+    if not isinstance(model, EncoderDecoder) or config.inputs != "tokens":
+        raise InputError(
+            f"translate takes an encoder-decoder over texts; {name!r} has shape={config.shape!r}, "
+            f"inputs={config.inputs!r}; take a Marian, a T5 or a run of `clearhead train translate`"
+        )
+    if max_new_tokens is not None and max_new_tokens > config.max_len:
+        raise InputError(
+            f"--max-new-tokens {max_new_tokens} is more than the model's max_len={config.max_len}; lower it"
+        )
+    return model
+
+
+def spell(hypotheses: Sequence[Hypothesis], number: int, tokenizer: Tokenizer, *, with_scores: bool) -> str:
+    """The translation of line `number`; with scores, its n best translations, each with the line's number."""
     if not with_scores:
-        return tokenizer.decode(found[0].tokens) if found else ""
-    return "\n".join(f"{number}\t{one.score:.4f}\t{tokenizer.decode(one.tokens)}" for one in found) or f"{number}\t\t"
+        return tokenizer.decode(hypotheses[0].tokens) if hypotheses else ""
+    rows = [f"{number}\t{one.score:.4f}\t{tokenizer.decode(one.tokens)}" for one in hypotheses]
+    return "\n".join(rows) or f"{number}\t\t"
 
 
-def keep(traces: list[dict[str, Any]], file: Path, model: str) -> None:
-    """The searches of all lines into a file, and the first of them onto the terminal, beside the translations."""
-    from rich.console import Console
-
+def write_traces(traces: list[dict[str, Any]], file: Path, model: str) -> None:
+    """The searches of all lines to a file; the first one is also drawn on stderr."""
     from clearhead.generation.traces import draw_trace
 
     file.write_text(json.dumps({"model": model, "searches": traces}, ensure_ascii=False, allow_nan=False))
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        console = Console(stderr=True, highlight=False, width=120)
-    first = traces[0]
-    console.print(f"\nHow line {first['line']} was found", style="bold", highlight=False)
+    console, first = wide_console(stderr=True), traces[0]
+    console.print(f"\nHow line {first['line']} was found", style="bold")
     console.print(draw_trace(first))
     console.print(f"{len(traces)} searches in {file}" if len(traces) > 1 else f"the search is in {file}", style="dim")
 
 
 def encode(tokenizer: Tokenizer, line: str, number: int, max_len: int, *, cut: bool) -> list[int]:
-    """A source's ids as the model expects them: with its end, whether the tokenizer adds that or not."""
+    """The ids of a source, always with an end-of-sequence token; too many of them are an error, or cut with `cut`."""
     ids = tokenizer.encode(line)
     if tokenizer.eos is not None and ids[-1:] != [tokenizer.eos]:
         ids = [*ids, tokenizer.eos]

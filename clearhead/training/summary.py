@@ -119,7 +119,7 @@ def summarise(recipe: Recipe, task: Task, model: Model, meter: Meter, tensors: M
     t, config = recipe.train, model.config
     n = sum(p.numel() for p in model.parameters())
     learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    layers = f"{config.n_layers}+{config.n_decoder_layers}" if config.n_decoder_layers else str(config.n_layers)
+    layers = config.depth
     seconds = t.steps * meter.flops / (USUAL_SHARE * meter.peak * meter.processes.world)
     free = available_memory(meter.processes.device)
     peak, size = meter.cost.peak_bytes, sum(tensor.nbytes for tensor in tensors.values())
