@@ -74,9 +74,7 @@ def make_batches(model: Model, tokenizer: Tokenizer, given: AblationInput) -> li
     if model.config.head == "classes":
         return [_predict_classes(model, batch) for batch in _batches(model, [((ids,), ids) for ids in texts])]
     if tokenizer.mask is None:
-        raise InputError(
-            "an encoder predicts masked tokens, and this tokenizer has no mask token; use inside.sweep"
-        )
+        raise InputError("an encoder predicts masked tokens, and this tokenizer has no mask token; use inside.sweep")
     return _batches(model, [row for ids in texts for row in _mask_each(ids, tokenizer.mask, tokenizer.special_ids)])
 
 
