@@ -1,7 +1,7 @@
 """`make bench`: speed and memory of clearhead, beside other libraries where they do the same work.
 
     .venv-bench/bin/python benchmarks/run.py                        everything, in under 20 minutes on 2 cores
-    .venv-bench/bin/python benchmarks/run.py window --quick         one benchmark, fewer rounds, nothing saved
+    .venv-bench/bin/python benchmarks/run.py sliding_window --quick one benchmark, fewer rounds, nothing saved
     .venv-bench/bin/python benchmarks/run.py train_step --nanogpt nanoGPT/model.py
     .venv-bench/bin/python benchmarks/run.py train_step --shared    on a computer that other programs use too
 
@@ -12,17 +12,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from importlib import import_module
+from pathlib import Path
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself at each start
 
-from report import machine, save, versions
 from rich.console import Console
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common.results import machine, save, versions
+
 BENCHMARKS = (
-    *("train_step", "encode", "vit", "startup", "processes"),
-    *("attention_memory", "window", "load", "sweep_heads"),
+    *("train_step", "encode", "vit", "startup", "data_parallel"),
+    *("attention_memory", "sliding_window", "checkpoint", "head_sweep"),
 )
 
 
@@ -44,7 +49,7 @@ def main() -> None:
     for name in options.names or BENCHMARKS:
         start = time.perf_counter()
         tables = []
-        for table in import_module(name).measure(options):
+        for table in import_module(f"benchmarks.cpu.{name}").measure(options):
             table.show(console)
             tables.append(table)
         seconds = time.perf_counter() - start

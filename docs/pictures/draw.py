@@ -1,8 +1,8 @@
 """Draws the pictures of docs/inside.md from trained models.
 
 clearhead demo dates --out runs/dates
-python benchmarks/induction.py runs/induction
-python benchmarks/induction.py runs/t5 --positions t5 --steps 2000
+python benchmarks/quality/induction.py runs/induction
+python benchmarks/quality/induction.py runs/t5 --positions t5 --steps 2000
 python docs/pictures/draw.py runs/dates runs/induction runs/t5
 """
 

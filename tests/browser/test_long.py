@@ -14,7 +14,7 @@ LONG_TASKS = """
   new PerformanceObserver(list => window.tasks.push(...list.getEntries().map(each => [each.startTime, each.duration])))
     .observe({type: 'longtask', buffered: true});
 """
-# The aim is 50 ms, and benchmarks/explorer.py measures it; here others may hold the core, and only a blunder should fail.
+# The aim is 50 ms, and benchmarks/cpu/explorer_page.py measures it; here others may hold the core, and only a blunder should fail.
 MOST = 250
 WORDS = ["the", "cat", "sat", "on", "the", "mat", "a", "dog", "ran", "over", "the", "hill"]
 TEXT = " ".join(WORDS[(7 * i + i * i // 3) % len(WORDS)] for i in range(857))

@@ -322,7 +322,7 @@ def test_fuzz(address: str) -> None:
 
 
 def test_many_streams(address: str) -> None:
-    """The short form of benchmarks/serve_load.py."""
+    """The short form of benchmarks/cpu/server_load.py."""
     seen = asyncio.run(serve_load.load(urlsplit(address).port, 64, serve_load.make_asked(128, 16), math.inf, "gpt"))
     assert (seen.n_whole, seen.lost) == (128, [])
     wait_until_idle(address, seconds=5)
