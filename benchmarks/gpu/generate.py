@@ -298,7 +298,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("gpu_generate.py needs a CUDA GPU, and torch sees none here; cpu_decode.py measures the CPU")
+        raise SystemExit("generate.py needs a CUDA GPU, and torch sees none here; cpu/decode.py measures the CPU")
     chosen = [work for work in WORK if not given.names or any(work.startswith(name) for name in given.names)]
     if given.check:
         check()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import json
 import math
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Generator
@@ -23,6 +21,7 @@ import httpx2 as httpx
 import pytest
 
 import clearhead as ch
+from benchmarks.cpu import server_load
 from clearhead.generation import Request
 from clearhead.serving import guards
 from clearhead.serving.app import make_app
@@ -31,8 +30,6 @@ from clearhead.serving.model_worker import BrokenError, Host
 from tests.serving.fuzzing import Fuzzer
 from tests.serving.live_server import served, served_here
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-serve_load: Any = importlib.import_module("serve_load")
 LONG: dict[str, Any] = {
     "model": "gpt",
     "prompt": "the cat",
@@ -323,6 +320,6 @@ def test_fuzz(address: str) -> None:
 
 def test_many_streams(address: str) -> None:
     """The short form of benchmarks/cpu/server_load.py."""
-    seen = asyncio.run(serve_load.load(urlsplit(address).port, 64, serve_load.make_asked(128, 16), math.inf, "gpt"))
+    seen = asyncio.run(server_load.load(urlsplit(address).port, 64, server_load.make_asked(128, 16), math.inf, "gpt"))
     assert (seen.n_whole, seen.lost) == (128, [])
     wait_until_idle(address, seconds=5)

@@ -34,7 +34,15 @@ def test_runs_killed_at_random_moments(tmp_path: Path) -> None:
     cadence: dict[str, Any] = dict(steps=14, log_every=2, evaluate_every=6, checkpoint_every=4, score_rows=0)
     (tmp_path / "tiny.toml").write_text(make_recipe("translate", tmp_path, **cadence).to_toml(), encoding="utf-8")
     ran = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "kills.py", tmp_path / "tiny.toml", "--kills", "20", "--threads", "1"],
+        [
+            sys.executable,
+            ROOT / "benchmarks" / "correctness" / "killed_runs.py",
+            tmp_path / "tiny.toml",
+            "--kills",
+            "20",
+            "--threads",
+            "1",
+        ],
         env=plain_environment(),
         capture_output=True,
         text=True,

@@ -3,7 +3,7 @@
 A decoding step reads every weight and every key once for a handful of rows, so each kernel here is written to read memory
 at full speed; the arithmetic is free. Sums are float32 whatever the type, and rounded once. Every function can be captured
 in a CUDA graph: nothing waits for the device, and the shapes alone choose how the work is split. Constants were tuned on an
-H200 (benchmarks/gpu_kernels.py).
+H200 (benchmarks/gpu/decode_kernels.py).
 
 launching.py    one kernel after another
 products.py     a few rows times a weight, plain or packed
