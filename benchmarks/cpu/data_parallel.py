@@ -21,7 +21,7 @@ from torch import nn
 from benchmarks.common.gpt_contenders import Size, clearhead, config
 from benchmarks.common.results import Table
 from clearhead.costs import cost
-from clearhead.training.processes import join, spread
+from clearhead.training.distributed import join, spread
 
 SIZE, BATCH, WORLDS = Size(), 4, (1, 2, 4)
 

@@ -30,7 +30,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import clearhead as ch
-from clearhead.costs.machine import measure_peak
+from clearhead.costs.hardware import measure_peak
 from clearhead.costs.measurement import Work, measure
 
 MOST = 1.15

@@ -52,15 +52,16 @@ def ours(
     are replayed."""
     from clearhead.engine.cuda_graphs import Recorder
     from clearhead.quantization.float8 import Products
-    from clearhead.training.loop import narrow, set_up
+    from clearhead.training.loop import configure_torch
     from clearhead.training.optimizers import Optimizers
+    from clearhead.training.precision import set_residual_dtype
     from clearhead.training.recipe import Train
     from clearhead.training.train_step import ForwardBackward, Update
 
     train = Train(lr=6e-4, compile=True, stream=stream, precision=precision)  # type: ignore[arg-type]
-    set_up(train)
+    configure_torch(train)
     autocast = bfloat16()
-    narrow(model, train, autocast)
+    set_residual_dtype(model, train, autocast)
     counts = [batch.pop("count") for batch in batches]
 
     def objective(batch: dict[str, Any]) -> tuple[Any, Any, Any]:

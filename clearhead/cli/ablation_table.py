@@ -10,7 +10,7 @@ from clearhead.cli.ablation_batches import AblationBatch, AblationInput, encode_
 from clearhead.cli.arguments import load_tokenizer_of
 from clearhead.cli.console import Form, plain_table, progress_bar, wide_console, write_rows
 from clearhead.config import Config
-from clearhead.costs.fit import spell_seconds
+from clearhead.costs.units import spell_seconds
 from clearhead.errors import InputError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def sweep_translations(model: Model, tokenizer: Tokenizer, given: AblationInput)
     from clearhead.inside import sweep_by
     from clearhead.inside.ablation_sweep import attentions_of, n_heads_of
     from clearhead.models import EncoderDecoder
-    from clearhead.training.tasks.translate import score
+    from clearhead.training.tasks.translation import score
 
     assert isinstance(model, EncoderDecoder)
     references = given.targets or []

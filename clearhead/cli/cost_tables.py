@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from clearhead.cli.console import plain_table, wide_console
 from clearhead.config import Config
-from clearhead.costs.fit import devices_needed, largest, parse_rate, parse_size, spell_count, spell_seconds
+from clearhead.costs.capacity import devices_needed, largest
+from clearhead.costs.flops import Lengths, check_lengths
 from clearhead.costs.forecast import Cost, cost
-from clearhead.costs.operations import Lengths, check_lengths
+from clearhead.costs.units import parse_rate, parse_size, spell_count, spell_seconds
 from clearhead.errors import InputError
 
 if TYPE_CHECKING:

@@ -42,8 +42,8 @@ def run(
 ) -> None:
     """Train a small model in about two minutes, on data that is always there, and look at what it learnt."""
     from clearhead.cli.train import train_and_show
-    from clearhead.training.folder import next_folder
     from clearhead.training.recipe import find_recipe
+    from clearhead.training.run_folder import next_folder
 
     recipe: Recipe = find_recipe(name).with_set(set_ or [])
     out = out or next_folder(name)
@@ -61,7 +61,7 @@ def read_dates(folder: Path) -> None:
     from clearhead.generation import translate
     from clearhead.inside.heatmap import heat_map
     from clearhead.models import EncoderDecoder
-    from clearhead.training.tasks.translate import draw_alignment
+    from clearhead.training.tasks.translation import draw_alignment
 
     console = wide_console()
     model, tokenizer = load(folder), load_tokenizer(folder)

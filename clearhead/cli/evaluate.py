@@ -47,7 +47,7 @@ def run(
     """Measure a model: perplexity and bits per byte of texts, BLEU and chrF of translations, accuracy of labels."""
     from clearhead.checkpoint.loading import open_checkpoint
     from clearhead.cli.training_display import Display
-    from clearhead.training.evaluation import measure
+    from clearhead.training.evaluation import evaluate_checkpoint
 
     path = find_model(model)
     config = open_checkpoint(path).config
@@ -59,8 +59,8 @@ def run(
     recipe = evaluation_recipe(path, config, task, length=length, beams=beams, device=find_device(device))
     recipe = recipe.with_files(files=files or [], source=source or [], target=target or []).with_set(set_ or [])
     with Display() as display:
-        row = measure(recipe, display)
-        quantized = only_floats(measure(recipe, display, quantizer(quantize))) if quantize else None
+        row = evaluate_checkpoint(recipe, display)
+        quantized = only_floats(evaluate_checkpoint(recipe, display, quantizer(quantize))) if quantize else None
     metrics = only_floats(row)
     if as_json:
         typer.echo(json.dumps(metrics if quantized is None else {**metrics, quantize: quantized}))

@@ -68,7 +68,7 @@ def run(
     settings += read_lora(lora) if lora else []
     files = dict(source=source, target=target, valid=valid, valid_source=valid_source, valid_target=valid_target)
     if resume is not None:
-        from clearhead.training.folder import read_run
+        from clearhead.training.run_folder import read_run
 
         if what or source or target:
             raise InputError(f"--resume {resume} goes on with the data it began with; got {what}; leave them out")

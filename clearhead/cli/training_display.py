@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from clearhead.cli.metric_format import spell_metrics
+from clearhead.training.callbacks import Callbacks, Row
 from clearhead.training.loop import Result
-from clearhead.training.show import Row, Show
 
 
-class Display(Show):
+class Display(Callbacks):
     """Draws a progress bar on a terminal. Into a pipe it writes a line for each logged step."""
 
     def __init__(self, console: Console | None = None) -> None:

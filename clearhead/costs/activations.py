@@ -22,7 +22,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from clearhead.config import Config
-from clearhead.costs.operations import Lengths
+from clearhead.costs.flops import Lengths
 from clearhead.costs.parameters import count_matrices, heads_at
 from clearhead.layers.limits import WRITTEN_OUT, is_narrow
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from clearhead.config import Config
 from clearhead.costs.activations import Setting, count_blocks, count_copies, count_saved
-from clearhead.costs.operations import Lengths, check_lengths, count_forward, count_training
+from clearhead.costs.flops import Lengths, check_lengths, count_forward, count_training
 from clearhead.costs.parameters import count_heads, count_matrices, count_parameters, count_weight_bytes, heads_at
 from clearhead.errors import ConfigError, did_you_mean
 

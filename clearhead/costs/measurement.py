@@ -22,8 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from clearhead.config import Config
+from clearhead.costs.flops import Lengths, check_lengths, count_forward, count_training
 from clearhead.costs.forecast import cost
-from clearhead.costs.operations import Lengths, check_lengths, count_forward, count_training
 from clearhead.errors import InputError
 from clearhead.layers.linear import Packed
 from clearhead.models import Encoder, Model, build

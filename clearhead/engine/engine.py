@@ -29,7 +29,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clearhead.costs.machine import available_memory
+from clearhead.costs.hardware import available_memory
 from clearhead.engine.allocator import Blocks
 from clearhead.engine.batches import Parcel, check_least, evaluating, send
 from clearhead.engine.beams import Searches

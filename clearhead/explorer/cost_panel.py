@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from clearhead.config import Config
+from clearhead.costs.flops import check_lengths
 from clearhead.costs.forecast import PARTS, Cost, cost
-from clearhead.costs.machine import measure_peak
+from clearhead.costs.hardware import measure_peak
 from clearhead.costs.measurement import make_inputs
-from clearhead.costs.operations import check_lengths
 from clearhead.errors import InputError
 from clearhead.explorer.fields import Fields
 from clearhead.explorer.forward_passes import ForwardPasses

@@ -1,25 +1,33 @@
 """Training: from a recipe to a run folder that `load`, `--resume`, `serve` and `explore` take.
 
-recipe.py       the recipe: TOML, checked; recipes/ holds those that are shipped
-loop.py         train: the loop, from top to bottom
-tasks/          language, mask, translate, classify
-losses.py       cross-entropy without all the logits
-optimizers.py   AdamW, Muon
-schedules.py    the learning rate
-checkpoints.py  written whole or not at all, read at any number of processes
-starting.py     the model at the start and at the end, LoRA
-processes.py    one process or several
-prefetch.py     batches ahead of time
-evaluation.py   held-out data
-summary.py      forecast and speed
-journal.py, report.py, show.py, folder.py, embedded.py
+loop.py            train: the loop, from top to bottom
+trainer.py         a run's model, loss, optimizers and step
+train_step.py      the two halves of a step, forward and backward pass and update, as CUDA graphs on a GPU
+recipe.py          the recipe: TOML, checked; recipes/ holds the shipped ones
+tasks/             language modelling, masked language modelling, translation, classification
+initialization.py  the model at the start, built or loaded
+lora.py            LoRA, and the whole model at the end
+losses.py          cross-entropy without holding all logits
+optimizers.py      AdamW, Muon
+schedules.py       the learning rate
+precision.py       bfloat16 and fp8
+distributed.py     one process or several: DDP, FSDP2
+prefetch.py        batches made ahead
+checkpoints.py     written completely or not at all, read by any number of processes
+evaluation.py      held-out data
+metrics_log.py     metrics.jsonl, TensorBoard
+run_folder.py      the folder of a run
+run_summary.py     forecast before the first step
+report.py          report.html, with report_figures.py
+callbacks.py       what a run reports; interrupts.py: Ctrl-C
+embedded_data.py   data sets that need no file
 
-May import: errors, config, layers, models, families, checkpoint, costs, inside, generation, data.
+May import: errors, config, kernels, layers, models, quantization, families, checkpoint, costs, inside, engine, generation, data.
 """
 
-from clearhead.training.folder import read_run
+from clearhead.training.callbacks import Callbacks
 from clearhead.training.loop import Result, train
 from clearhead.training.recipe import Recipe, find_recipe
-from clearhead.training.show import Show
+from clearhead.training.run_folder import read_run
 
-__all__ = ["Recipe", "Result", "Show", "find_recipe", "read_run", "train"]
+__all__ = ["Callbacks", "Recipe", "Result", "find_recipe", "read_run", "train"]

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: torch's distributed ones, as safetensors, so that any number of processes reads what any other wrote.
+"""Checkpoints of a run: torch.distributed.checkpoint with safetensors, so that another number of processes can read them.
 
-A checkpoint is a folder `step-000400` with each process's tensors and a `state.json`. It is written under another name and
-renamed when it is whole; what a kill leaves half is never taken for one. Nothing is pickled.
+A checkpoint is a folder `step-00000400` with each process's tensors and a `state.json`. It is written under a temporary name
+and renamed when it is complete: a kill leaves no half checkpoint. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -20,54 +20,54 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import CheckpointError
-from clearhead.training.processes import Processes
+from clearhead.training.distributed import Processes
 
-KEPT = 2  # the newest ones; the best is kept too
+KEPT = 2  # this many newest checkpoints, and the best one
 
 
 @dataclass
 class State:
-    """Where a run stands, beside its tensors. Order, dropout and rates are functions of the step: there is no more to it."""
+    """What a checkpoint holds besides tensors. Data order, dropout and learning rates are functions of the step."""
 
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
     best: float | None = None  # the best value of the watched metric, and the step it was measured at
     best_step: int = 0
-    misses: int = 0  # evaluations since then
-    losses: list[float] = field(default_factory=list)  # of the steps since the last row of metrics.jsonl
-    lengths: list[float] = field(default_factory=list)  # of their gradients
+    misses: int = 0  # evaluations since the best one
+    losses: list[float] = field(default_factory=list)  # of each step since the last row of metrics.jsonl
+    lengths: list[float] = field(default_factory=list)  # the gradients' norm of each of these steps
     predictions: int = 0
 
 
 class Checkpoints:
-    """The checkpoints of one run folder. `say` is told what a user should know."""
+    """The checkpoints of one run folder. `note` is called with what a user should know."""
 
     def __init__(
         self,
         folder: Path,
         processes: Processes,
         *,
-        kept: int = 0,
-        counts: Callable[[int], bool] = lambda step: True,
-        say: Callable[[str], None],
+        keep: int = 0,
+        averaged: Callable[[int], bool] = lambda step: True,
+        note: Callable[[str], None],
     ) -> None:
-        """`kept` of those whose step `counts` are kept for their mean: one that a user's Ctrl-C wrote must not change it."""
-        self.folder, self.processes, self.kept, self.counts, self.say = folder, processes, kept, counts, say
+        """The newest `keep` checkpoints whose step is `averaged` are kept for their mean; one written at Ctrl-C is not averaged."""
+        self.folder, self.processes, self.keep, self.averaged, self.note = folder, processes, keep, averaged, note
 
     def all(self) -> list[Path]:
-        """Every whole checkpoint, the oldest first."""
+        """Every complete checkpoint, the oldest first."""
         return sorted(path for path in self.folder.glob("step-*") if (path / "state.json").is_file())
 
-    def counted(self, n: int) -> list[Path]:
-        """The newest n that count in a mean, the oldest first."""
-        return [path for path in self.all() if self.counts(int(path.name[5:]))][-n:] if n else []
+    def to_average(self, n: int) -> list[Path]:
+        """The newest n checkpoints for the mean, the oldest first."""
+        return [path for path in self.all() if self.averaged(int(path.name[5:]))][-n:] if n else []
 
     def at(self, step: int) -> Path:
         return self.folder / f"step-{step:08}"
 
     def write(self, state: State, tensors: Mapping[str, Tensor]) -> None:
-        """Write a checkpoint and remove those no longer wanted. All processes call this together."""
+        """Write a checkpoint and remove old ones. All processes must call this."""
         final, work = self.at(state.step), self.folder / f".step-{state.step:08}.tmp"
         first = self.processes.is_first
         self._try(lambda: self._begin(work) if first else None, final)
@@ -75,14 +75,14 @@ class Checkpoints:
         self._try(lambda: self._complete(work, final, state) if first else None, final)
         if first:
             self._rotate(state)
-        self.processes.wait()
+        self.processes.barrier()
 
     def _try(self, stage: Callable[[], None], final: Path) -> None:
-        """What fails in one process fails in all of them, so that none waits for another in vain."""
+        """Run a stage; if it fails in one process, raise in all of them, so that none waits for ever."""
         problem = ""
         try:
             stage()
-        except Exception as error:  # a full disk comes as any of torch's and safetensors' errors
+        except Exception as error:  # a full disk may raise any of torch's and safetensors' errors
             problem = _reason(error)
         if not self.processes.any(bool(problem)):
             return
@@ -104,7 +104,7 @@ class Checkpoints:
             sums[file.name] = checksum(file)
             with file.open("rb") as stream:
                 os.fsync(stream.fileno())
-        text = json.dumps({"state": asdict(state), "processes": self.processes.world, "crc32": sums}, indent=2)
+        text = json.dumps({"state": asdict(state), "processes": self.processes.world_size, "crc32": sums}, indent=2)
         with (work / "state.json").open("w", encoding="utf-8") as stream:
             stream.write(text + "\n")
             stream.flush()
@@ -113,30 +113,30 @@ class Checkpoints:
         work.rename(final)
 
     def _rotate(self, state: State) -> None:
-        wanted = {path.name for path in [*self.all()[-KEPT:], *self.counted(self.kept), self.at(state.best_step)]}
+        wanted = {path.name for path in [*self.all()[-KEPT:], *self.to_average(self.keep), self.at(state.best_step)]}
         for path in [*self.folder.glob("step-*"), *self.folder.glob(".step-*.tmp")]:
             if path.name not in wanted:
                 shutil.rmtree(path, ignore_errors=True)
 
     def newest(self) -> tuple[Path, State] | None:
-        """The newest checkpoint whose files are what was written; a damaged one is passed over, and said."""
+        """The newest checkpoint that is not damaged."""
         found = ((path, self.check(path)) for path in reversed(self.all()))
         return next(((path, state) for path, state in found if state is not None), None)
 
     def check(self, path: Path) -> State | None:
-        """The state of a checkpoint whose files are what was written; None of a damaged one, and that is said."""
+        """The state of a checkpoint; None, and a note to the user, if its files do not match their checksums."""
         try:
-            told = json.loads((path / "state.json").read_text(encoding="utf-8"))
-            for name, wanted in told["crc32"].items():
+            stored = json.loads((path / "state.json").read_text(encoding="utf-8"))
+            for name, wanted in stored["crc32"].items():
                 if checksum(path / name) != wanted:
                     raise ValueError(f"{name} does not match its checksum")
-            return State(**told["state"])
+            return State(**stored["state"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self.say(f"{path} is damaged ({_reason(error)}) and passed over")
+            self.note(f"{path} is damaged ({_reason(error)}) and passed over")
             return None
 
     def read(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Fill the tensors from a checkpoint, whatever number of processes wrote it."""
+        """Fill the tensors from a checkpoint, which any number of processes may have written."""
         try:
             _load(path, tensors)
         except Exception as error:
@@ -146,8 +146,8 @@ class Checkpoints:
 
     @torch.no_grad()
     def average(self, steps: int, tensors: Mapping[str, Tensor]) -> int:
-        """Fill the tensors with their mean over the last checkpoints; returns of how many. Of none, they stay as they are."""
-        paths = [path for path in self.counted(steps) if self.check(path) is not None]
+        """Fill the tensors with their mean over the last checkpoints; returns how many there were. With none, nothing changes."""
+        paths = [path for path in self.to_average(steps) if self.check(path) is not None]
         if not paths:
             return 0
         sums = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in tensors.items()}
@@ -163,20 +163,20 @@ class Checkpoints:
 def _save(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
 
-    with plainly():
+    with plain_errors():
         save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
 
 
 def _load(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
-    with plainly():
+    with plain_errors():
         load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)))
 
 
 @contextmanager
-def plainly() -> Generator[None]:
-    """torch warns where there is only one process, the usual case here, and wraps every error in one that is no Exception."""
+def plain_errors() -> Generator[None]:
+    """Raise the first error itself, which torch wraps in a BaseException; silence its warning that there is one process."""
     from torch.distributed.checkpoint import CheckpointException
 
     with warnings.catch_warnings():
@@ -196,7 +196,7 @@ def checksum(file: Path) -> int:
 
 
 def _reason(error: BaseException) -> str:
-    """The cause, in one line."""
+    """The error's message in one line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error).strip().split("\n")[0][:200]

@@ -1,4 +1,4 @@
-"""How good the model is, on data that it does not learn from."""
+"""Evaluation: loss, metrics and samples on held-out data."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from clearhead.errors import ConfigError
-from clearhead.training.prefetch import share, split_held_out, to_device
-from clearhead.training.processes import Processes, join, reshard
+from clearhead.training.callbacks import Callbacks
+from clearhead.training.distributed import Processes, process_group, reshard
+from clearhead.training.initialization import initial_model
+from clearhead.training.lora import gather_model
+from clearhead.training.prefetch import split_held_out, split_rows, to_device
 from clearhead.training.recipe import Recipe, Train
-from clearhead.training.show import Show
-from clearhead.training.starting import export, start
 from clearhead.training.tasks import make_task
 from clearhead.training.tasks.task import Objective, Task
 
@@ -33,26 +34,26 @@ def evaluate(
     *,
     final: bool = False,
 ) -> dict[str, Any]:
-    """Loss and what else the task measures, over the held-out rows; every process takes its share of them."""
+    """Loss and the task's other metrics over the held-out rows, which are divided among the processes."""
     training = objective.training
     objective.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=processes.device)  # loss, correct, predictions
     for rows in split_held_out(task.held_out(), 0 if final else train.evaluate_rows):
-        for piece, weight in share(rows, processes.rank, processes.world, 1):
-            batch = to_device(task.held_out_batch(piece), processes.device)
+        for part, weight in split_rows(rows, processes.rank, processes.world_size, 1):
+            batch = to_device(task.held_out_batch(part), processes.device)
             with autocast:
                 _, loss, correct = objective(batch)
             sums += weight * torch.stack([loss.double(), correct.double(), task.count(batch).double()])
     loss, correct, count = processes.sum(sums).tolist()
     row: dict[str, Any] = task.metrics(loss, correct, count)
-    # A model spread over processes can not write by itself: its whole copy does, in the first process.
-    writer = objective.model if processes.world == 1 else export(objective.model)
+    # A sharded model can not generate in one process: the first process generates with a whole copy.
+    writer = objective.model if processes.world_size == 1 else gather_model(objective.model)
     if processes.is_first:
         with autocast:
             scores, samples = task.write(writer, final=final)
         row |= scores
         row["samples"] = [asdict(sample) for sample in samples]
-    row = processes.agree(row)
+    row = processes.broadcast(row)
     objective.train(training)
     reshard(objective)
     if train.best not in row:
@@ -61,14 +62,16 @@ def evaluate(
     return row
 
 
-def measure(recipe: Recipe, show: Show, change: Callable[[nn.Module], object] | None = None) -> dict[str, Any]:
-    """What a finished model (the recipe's `model.from`) reaches, after a `change` if any, on the recipe's data, all held out."""
+def evaluate_checkpoint(
+    recipe: Recipe, show: Callbacks, change: Callable[[nn.Module], object] | None = None
+) -> dict[str, Any]:
+    """The metrics of the recipe's `model.from` on all of the recipe's data. `change`, if any, is applied to the model first."""
     d, files = recipe.data, ("files", "source", "target")
     held = {("valid" if name == "files" else f"valid_{name}"): getattr(d, name) for name in files}
     recipe = replace(recipe, data=replace(d, **held))
-    with join(recipe.train.device) as processes, tempfile.TemporaryDirectory() as place:
-        task = make_task(recipe, Path(place), processes, show)
-        model = start(recipe, task.facts).to(processes.device)
+    with process_group(recipe.train.device) as processes, tempfile.TemporaryDirectory() as folder:
+        task = make_task(recipe, Path(folder), processes, show)
+        model = initial_model(recipe, task.facts).to(processes.device)
         if change is not None:
             change(model)
         objective = Objective(model, task).eval()
@@ -76,7 +79,7 @@ def measure(recipe: Recipe, show: Show, change: Callable[[nn.Module], object] | 
 
 
 def is_better(value: float, best: float | None, metric: str) -> bool:
-    """Whether a value is the best so far. Losses fall; accuracy, BLEU and their like rise."""
+    """Whether a value is the best so far. Lower is better for losses, higher for accuracy, BLEU and the like."""
     if math.isnan(value):
         return False
     if best is None:

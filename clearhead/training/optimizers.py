@@ -1,6 +1,6 @@
-"""What turns gradients into steps: AdamW for everything, or Muon for the matrices of the blocks and AdamW for the rest.
+"""Optimizers: AdamW for everything, or Muon for the matrices of the blocks and AdamW for the rest.
 
-State is kept by the parameter's name, so that a checkpoint is one flat table of tensors.
+Their state is named by parameter, so that a checkpoint is one flat table of tensors.
 """
 
 # torch has no other names for its operations on lists of tensors.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.layers.linear import FusedLinear
-from clearhead.training.processes import is_spread, whole
+from clearhead.training.distributed import gather, is_sharded
 from clearhead.training.recipe import Train
 
 # A quintic that pulls singular values towards 1, steep at 0 rather than exact at 1 (Jordan et al. 2024, as torch.optim.Muon).
@@ -25,7 +25,7 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
 class Optimizers:
-    """AdamW and, where there is one, Muon, as one: `step`, `zero_grad`, `scale` for the schedule, `tensors` to save."""
+    """AdamW, and Muon if the recipe asks for it, behind one interface. `record`: the step will be a CUDA graph."""
 
     def __init__(self, model: nn.Module, train: Train, *, lr: float, record: bool = False) -> None:
         matrices, decayed, plain = sort_parameters(model, muon=train.optimizer == "muon")
@@ -33,26 +33,26 @@ class Optimizers:
         self.all: list[torch.optim.Optimizer] = []
         self.record = record
         groups = [
-            dict(params=decayed, weight_decay=train.weight_decay, highest=lr),
-            dict(params=plain, weight_decay=0.0, highest=lr),
+            dict(params=decayed, weight_decay=train.weight_decay, max_lr=lr),
+            dict(params=plain, weight_decay=0.0, max_lr=lr),
         ]
         groups = [group for group in groups if group["params"]]
         if groups:
-            sharded = any(map(is_spread, self.names))
+            sharded = any(map(is_sharded, self.names))
             self.all.append(
                 torch.optim.AdamW(groups, lr=lr, betas=train.betas, fused=not sharded, capturable=record)  # type: ignore[arg-type]
             )
         if matrices:
-            muon = dict(params=matrices, weight_decay=train.weight_decay, highest=train.muon_lr)
+            muon = dict(params=matrices, weight_decay=train.weight_decay, max_lr=train.muon_lr)
             self.all.append(Muon([muon], lr=train.muon_lr, momentum=train.momentum, parts=parts_of(model)))
         self._fill()
-        if record:  # a recorded step reads its rates from memory; numbers would be fixed in it
+        if record:  # a CUDA graph reads its learning rates from memory; Python numbers would be fixed in it
             for optimizer in self.all:
                 for group in optimizer.param_groups:
                     group["lr"] = torch.tensor(group["lr"], device=group["params"][0].device)
 
     def _fill(self) -> None:
-        """All state at once, so that a checkpoint can be read into it before the first step."""
+        """Make all state now, so that a checkpoint can be read into it before the first step."""
         for optimizer, parameter in self._each():
             state = optimizer.state[parameter]
             if isinstance(optimizer, Muon):
@@ -69,7 +69,7 @@ class Optimizers:
                     yield optimizer, parameter
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that must be saved, by name: momenta and step counts. Rates are the schedule's."""
+        """What a checkpoint must hold, by name: moments and step counts. Learning rates follow from the step."""
         return {
             f"{self.names[parameter]}.{name}": value
             for optimizer, parameter in self._each()
@@ -77,20 +77,20 @@ class Optimizers:
         }
 
     def scale(self, share: float) -> None:
-        """Set every rate to this share of its highest."""
+        """Set every learning rate to this share of its highest value."""
         for optimizer in self.all:
             for group in optimizer.param_groups:
                 if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(group["highest"] * share)
+                    group["lr"].fill_(group["max_lr"] * share)
                 else:
-                    group["lr"] = group["highest"] * share
+                    group["lr"] = group["max_lr"] * share
 
     def step(self) -> None:
         for optimizer in self.all:
             optimizer.step()
 
     def zero_grad(self) -> None:
-        """Recorded, gradients stay where they are, at zero: the pass adds to that memory."""
+        """For a CUDA graph gradients are set to zero in place: it adds to the same memory at each replay."""
         for optimizer in self.all:
             optimizer.zero_grad(set_to_none=not self.record)
 
@@ -101,7 +101,7 @@ class Optimizers:
 def sort_parameters(
     model: nn.Module, *, muon: bool
 ) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-    """Muon's matrices, what else is decayed (matrices, embeddings), and what is not (norms, biases)."""
+    """Three groups: matrices for Muon, other parameters with weight decay (matrices, embeddings), those without (norms, biases)."""
     matrices: list[nn.Parameter] = []
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
@@ -110,7 +110,7 @@ def sort_parameters(
             continue
         if parameter.ndim < 2:
             plain.append(parameter)
-        # Embeddings and heads are tables of rows that stand for words: no orthogonal steps for them.
+        # Not for embeddings and heads: their rows are independent words.
         elif muon and parameter.ndim == 2 and "blocks." in name:
             matrices.append(parameter)
         else:
@@ -119,17 +119,16 @@ def sort_parameters(
 
 
 def parts_of(model: nn.Module) -> dict[nn.Parameter, list[int]]:
-    """The rows of each matrix inside a fused one: q, k and v are three matrices, each orthogonal by itself."""
+    """The numbers of rows of the matrices inside each fused one: q, k and v are made orthogonal one by one."""
     fused = (module for module in model.modules() if isinstance(module, FusedLinear))
     return {module.weight: list(module.parts.values()) for module in fused}
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, made orthogonal, as a step (Jordan et al. 2024): every direction of a matrix learns at the same rate.
+    """The step is the momentum made orthogonal (Jordan et al. 2024): all directions of a matrix learn at the same rate.
 
-    The mathematics of torch.optim.Muon, with three differences: matrices of one shape go through the iteration together, in one
-    batched product; where the processor multiplies bfloat16 slowly (a CPU) the iteration runs in float32; fused matrices are
-    taken apart first, and a matrix that is spread over processes is gathered for it.
+    As torch.optim.Muon, with three differences: matrices of one shape are iterated together, in one batched product; on a CPU,
+    where bfloat16 is slow, the iteration runs in float32; fused matrices are split first, and sharded ones gathered.
     """
 
     def __init__(
@@ -148,7 +147,7 @@ class Muon(torch.optim.Optimizer):
             grads: list[Tensor] = [p.grad for p in parameters]
             moments: list[Tensor] = [self.state[p]["momentum"] for p in parameters]
             torch._foreach_lerp_(moments, grads, 1 - group["momentum"])
-            torch._foreach_lerp_(grads, moments, group["momentum"])  # Nesterov's look ahead
+            torch._foreach_lerp_(grads, moments, group["momentum"])  # Nesterov momentum
             if group["weight_decay"]:
                 torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
             steps = self._orthogonal(parameters, grads)
@@ -156,7 +155,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_sub_(parameters, steps)
 
     def _orthogonal(self, parameters: list[nn.Parameter], grads: list[Tensor]) -> list[Tensor]:
-        gathered = [whole(grad) for grad in grads]
+        gathered = [gather(grad) for grad in grads]
         pieces = [
             list(grad.split(self.parts.get(p, [len(grad)]))) for p, grad in zip(parameters, gathered, strict=True)
         ]
@@ -171,15 +170,15 @@ class Muon(torch.optim.Optimizer):
             ]
             for (i, j), result in zip(places, orthogonalise(torch.stack(wide)), strict=True):
                 rows, cols = pieces[i][j].shape
-                # A tall matrix has fewer directions than rows; its step grows to have the size of a square one's.
+                # A tall matrix has fewer directions than rows: its step is scaled to the size of a square one's.
                 pieces[i][j] = (result if rows <= cols else result.T) * math.sqrt(max(1.0, rows / cols))
         joined = [torch.cat(split).to(grad.dtype) for split, grad in zip(pieces, gathered, strict=True)]
-        return [_spread(step, p) for step, p in zip(joined, parameters, strict=True)]
+        return [_shard(step, p) for step, p in zip(joined, parameters, strict=True)]
 
 
-def _spread(step: Tensor, like: Tensor) -> Tensor:
-    """Each process's share of a step that all of them have computed."""
-    if not is_spread(like):
+def _shard(step: Tensor, like: Tensor) -> Tensor:
+    """This process's part of a step that all processes have computed."""
+    if not is_sharded(like):
         return step
     from torch.distributed.tensor import distribute_tensor
 
@@ -187,7 +186,7 @@ def _spread(step: Tensor, like: Tensor) -> Tensor:
 
 
 def orthogonalise(x: Tensor, steps: int = 5) -> Tensor:
-    """U V^T of each matrix U S V^T of a batch, nearly: its singular values come out between about 0.7 and 1.2."""
+    """About U V^T for each matrix U S V^T of a batch: its singular values become about 0.7 to 1.2."""
     a, b, c = QUINTIC
     out = x if x.device.type == "cpu" else x.bfloat16()
     out = out / out.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)

@@ -1,4 +1,4 @@
-"""The next steps' batches, made by a thread while the current step computes."""
+"""The batches of the next steps, made by a thread while the current step runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from clearhead.training.processes import Processes
+from clearhead.training.distributed import Processes
 from clearhead.training.tasks.task import Batch, Rows, Task
 
 AHEAD = 3
@@ -18,23 +18,26 @@ AHEAD = 3
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One process's part of a step's batch, in `accumulate` pieces; the counts are the whole batch's."""
+    """One process's rows of a step's batch, in `accumulate` parts."""
 
-    pieces: list[tuple[Batch, float]]  # a weight of 0: there was no row left, and this one stands in for it
-    predictions: int
-    tokens: int
-
-
-def share(rows: Rows, rank: int, world: int, accumulate: int) -> list[tuple[Rows, float]]:
-    """This process's rows, in pieces: every process has as many pieces, so that none waits for another in vain."""
-    pieces = [rows[part::accumulate][rank::world] for part in range(accumulate)]
-    return [(piece, 1.0) if len(piece) else (rows[:1], 0.0) for piece in pieces]
+    parts: list[tuple[Batch, float]]  # each with its weight: 1, or 0 for a filler where there were too few rows
+    predictions: int  # of the whole batch, on all processes
+    tokens: int  # likewise
 
 
-def make_step(task: Task, step: int, processes: Processes) -> StepBatch:
+def split_rows(rows: Rows, rank: int, world_size: int, accumulate: int) -> list[tuple[Rows, float]]:
+    """This process's rows in parts, each with a weight. All processes have the same number of parts: they exchange gradients.
+
+    A part without rows gets one row at weight 0.
+    """
+    parts = [rows[part::accumulate][rank::world_size] for part in range(accumulate)]
+    return [(part, 1.0) if len(part) else (rows[:1], 0.0) for part in parts]
+
+
+def make_step_batch(task: Task, step: int, processes: Processes) -> StepBatch:
     rows = task.rows(step)
-    pieces = share(rows, processes.rank, processes.world, task.recipe.train.accumulate)
-    batches = [(to_device(task.batch(piece, step), processes.device), weight) for piece, weight in pieces]
+    parts = split_rows(rows, processes.rank, processes.world_size, task.recipe.train.accumulate)
+    batches = [(to_device(task.batch(part, step), processes.device), weight) for part, weight in parts]
     return StepBatch(batches, task.predictions(rows), task.tokens(rows))
 
 
@@ -45,7 +48,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def prefetch(task: Task, start: int, stop: int, processes: Processes) -> Generator[StepBatch]:
-    """The batches of steps start .. stop - 1, a few of them made ahead. What goes wrong in the thread is raised here."""
+    """The batches of steps start .. stop - 1, a few of them made ahead. An error in the thread is raised here."""
     ready: queue.Queue[StepBatch | BaseException] = queue.Queue(maxsize=AHEAD)
     closed = threading.Event()
 
@@ -62,7 +65,7 @@ def prefetch(task: Task, start: int, stop: int, processes: Processes) -> Generat
             for step in range(start, stop):
                 if closed.is_set():
                     return
-                put(make_step(task, step, processes))
+                put(make_step_batch(task, step, processes))
         except BaseException as error:
             put(error)
 

@@ -1,4 +1,4 @@
-"""How the learning rate moves: a pure function of the step, as a share of its highest value."""
+"""Learning rate schedules: pure functions of the step."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 from clearhead.training.recipe import Train
 
 
-def rate(step: int, train: Train) -> float:
-    """The share of the highest rate at a step, counted from 0.
+def lr_factor(step: int, train: Train) -> float:
+    """The learning rate at a step (counted from 0), divided by its highest value. All schedules rise linearly over `warmup`.
 
-    noam: rises in a line over `warmup`, then falls with the square root of the step (section 5.3 of the paper).
-    cosine: rises, then falls along half a cosine to `min_lr`. wsd: rises, stays, and falls in a line over the last `decay`.
+    noam: then falls as 1 / sqrt(step) (section 5.3 of the paper). cosine: then falls along half a cosine to `min_lr`.
+    wsd: stays, and falls linearly over the last `decay` of the steps. constant: stays.
     """
     now, warmup = step + 1, max(train.warmup, 1)
     rise = min(1.0, now / warmup)
@@ -29,6 +29,6 @@ def rate(step: int, train: Train) -> float:
             return rise
 
 
-def highest(train: Train, d_model: int) -> float:
-    """The highest rate of AdamW; with noam and lr=0 the paper's: 1 / sqrt(d_model x warmup)."""
+def max_lr(train: Train, d_model: int) -> float:
+    """The highest learning rate of AdamW; with noam and lr=0 the paper's: 1 / sqrt(d_model x warmup)."""
     return train.lr or 1 / math.sqrt(d_model * max(train.warmup, 1))

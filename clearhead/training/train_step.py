@@ -1,6 +1,6 @@
-"""One training step: gradients, accumulated over the parts of a batch, and the optimizer's update.
+"""The two halves of a training step: the forward and backward pass, and the optimizer's update.
 
-Both halves are called, or on a GPU replayed as CUDA graphs. A small model's step is hundreds of short kernels, and starting each
+Each is called, or on a GPU replayed as a CUDA graph. A small model's step is hundreds of short kernels, and starting each
 takes longer than running it; a graph starts all of them with one call. A graph fits one shape of batch.
 """
 
@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from clearhead.engine.cuda_graphs import Recorder
 from clearhead.quantization.float8 import Products
+from clearhead.training.distributed import gather
 from clearhead.training.optimizers import Optimizers
-from clearhead.training.prefetch import StepBatch
-from clearhead.training.processes import Processes, gradients_stay, whole
 from clearhead.training.tasks.task import Batch
 
 SHAPES = 64  # graphs kept; a batch of yet another shape is computed without one
@@ -105,37 +104,9 @@ class Update:
         return norm.clone()
 
     def run(self) -> Tensor:
-        norm = whole(nn.utils.clip_grad_norm_(self.optimizers.parameters(), self.clip or math.inf))
+        norm = gather(nn.utils.clip_grad_norm_(self.optimizers.parameters(), self.clip or math.inf))
         self.optimizers.step()
         self.optimizers.zero_grad()
         if self.products is not None:
             self.products.refresh()
         return norm
-
-
-def train_step(
-    forward_backward: ForwardBackward,
-    update: Update,
-    batch: StepBatch,
-    *,
-    seed: int,
-    step: int,
-    processes: Processes,
-    objective: nn.Module,
-) -> tuple[Tensor, Tensor]:
-    """One step: the gradient of the mean loss over the whole batch (all its parts, on all processes), then the update.
-
-    Returns the sum of this process's losses, and the gradients' norm.
-    """
-    total = torch.zeros((), device=processes.device)
-    for number, (part, weight) in enumerate(batch.pieces):
-        seed_all(seed, step, number, processes.rank)
-        with gradients_stay(objective, stay=number < len(batch.pieces) - 1):
-            # Processes average their gradients; the mean over all predictions needs their sum.
-            total += weight * forward_backward(part, weight * processes.world / batch.predictions)
-    return total, update()
-
-
-def seed_all(seed: int, step: int, part: int, rank: int) -> None:
-    """Seed dropout for each part of each step on each process."""
-    torch.manual_seed(hash((seed, step, part, rank)) & (2**63 - 1))

@@ -11,8 +11,8 @@ import torch
 from models.tiny import assert_same
 from torch import Tensor
 from torch._dynamo.utils import counters
-from training.made import MODEL, make, model_for, recipe_of, words, write
-from training.running import make_recipe
+from training.tiny_runs import make_recipe
+from training.tiny_tasks import MODEL, make, model_for, recipe_of, words, write
 
 from clearhead.training import train
 from clearhead.training.losses import IGNORED, cross_entropy

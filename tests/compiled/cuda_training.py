@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training.running import Watching, make_recipe, stop_and_resume
+from training.tiny_runs import Watching, make_recipe, stop_and_resume
 
 from clearhead.training import Recipe, train
 

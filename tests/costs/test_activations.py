@@ -10,8 +10,8 @@ from hypothesis import given, settings
 
 import clearhead as ch
 from clearhead.costs.activations import Setting, count_saved
-from clearhead.costs.operations import check_lengths
-from tests.costs.running import saved_bytes
+from clearhead.costs.flops import check_lengths
+from tests.costs.saved_tensors import saved_bytes
 from tests.models.drawn import Fields, fields
 
 SMALL: dict[str, Any] = dict(

@@ -12,12 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import clearhead as ch
 from clearhead.costs import cost
 from clearhead.costs.activations import Setting, count_saved
+from clearhead.costs.flops import Lengths, check_lengths
 from clearhead.costs.measurement import make_inputs
-from clearhead.costs.operations import Lengths, check_lengths
 from clearhead.layers.linear import Packed
 from clearhead.models import Decoder, EncoderDecoder, build
 from clearhead.quantization.integer import quantize
-from tests.costs.running import saved_bytes
+from tests.costs.saved_tensors import saved_bytes
 from tests.models.tiny import EVERY, tiny_config
 
 B = 3

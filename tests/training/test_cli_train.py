@@ -14,7 +14,7 @@ import pytest
 import clearhead as ch
 from clearhead.cli import main
 from clearhead.training import Recipe, read_run
-from training.running import (
+from training.tiny_runs import (
     command,
     make_recipe,
     metrics,

@@ -12,9 +12,9 @@ import clearhead as ch
 from clearhead.errors import ConfigError
 from clearhead.quantization import float8 as fp8
 from clearhead.training import Recipe, train
-from clearhead.training.loop import check_products
-from clearhead.training.processes import Processes
-from training.running import Watching, make_recipe, metrics, stop_and_resume, weights
+from clearhead.training.distributed import Processes
+from clearhead.training.loop import check_fp8
+from training.tiny_runs import Watching, make_recipe, metrics, stop_and_resume, weights
 
 SIZES = dict(d_model=16, n_heads=2, d_ff=32, dropout=0.0)
 
@@ -68,7 +68,7 @@ def test_a_cpu_is_refused(tmp_path: Path) -> None:
 def test_what_has_no_fp8(world: int, rank: int, got: str, tmp_path: Path) -> None:
     asked = recipe(tmp_path, lora_rank=rank)
     with pytest.raises(ConfigError, match=rf"one process in which all weights learn; got {got}; set train\.precision"):
-        check_products(asked.train, Processes(torch.device("cpu"), world=world))
+        check_fp8(asked.train, Processes(torch.device("cpu"), world_size=world))
 
 
 def test_a_name_that_is_not_known(tmp_path: Path) -> None:

@@ -22,10 +22,11 @@ from safetensors.torch import load_file
 import clearhead as ch
 from clearhead.errors import CheckpointError, ClearheadError, ConfigError
 from clearhead.training import train
-from clearhead.training.loop import set_up
+from clearhead.training.callbacks import Row
+from clearhead.training.interrupts import Interrupts
+from clearhead.training.loop import configure_torch
 from clearhead.training.recipe import Train
-from clearhead.training.show import Interrupts, Row
-from training.running import Watching, make_recipe, metrics, read_checkpoint, steps_kept, weights
+from training.tiny_runs import Watching, make_recipe, metrics, read_checkpoint, steps_kept, weights
 
 TASKS = ["language", "mask", "translate", "classify", "pictures"]
 
@@ -64,7 +65,7 @@ def test_what_is_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
         else:
             monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", chosen)
-        set_up(Train(compile=compile))
+        configure_torch(Train(compile=compile))
         assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == kept
 
 

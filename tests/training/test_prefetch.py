@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clearhead.training.prefetch import AHEAD, make_step, prefetch, share, split_held_out
-from clearhead.training.processes import Processes
+from clearhead.training.distributed import Processes
+from clearhead.training.prefetch import AHEAD, make_step_batch, prefetch, split_held_out, split_rows
 from clearhead.training.recipe import Recipe, Train
 from clearhead.training.tasks.task import Batch, Rows, Task
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 @given(st.integers(1, 40), st.integers(1, 7), st.integers(1, 5))
 def test_all_pieces_together_are_the_rows_once(n: int, world: int, accumulate: int):
     rows = 3 * np.arange(n) + 1
-    pieces = [share(rows, rank, world, accumulate) for rank in range(world)]
+    pieces = [split_rows(rows, rank, world, accumulate) for rank in range(world)]
     assert all(len(mine) == accumulate for mine in pieces)  # none waits for another in vain
     assert all(len(piece) for mine in pieces for piece, _ in mine)
     assert all(weight in (0, 1) for mine in pieces for _, weight in mine)
@@ -80,21 +80,21 @@ def test_steps_come_in_order():
     assert len(found) == 14
     for step, batch in zip(range(3, 17), found, strict=True):
         assert (batch.predictions, batch.tokens) == (10, 15)  # the whole batch's
-        assert [piece["rows"].tolist() for piece, _ in batch.pieces] == [
+        assert [piece["rows"].tolist() for piece, _ in batch.parts] == [
             [10 * step, 10 * step + 2, 10 * step + 4],
             [10 * step + 1, 10 * step + 3],
         ]
-        assert all(int(piece["step"]) == step for piece, _ in batch.pieces)
+        assert all(int(piece["step"]) == step for piece, _ in batch.parts)
 
 
 def test_each_process_has_its_part():
     task = Counting()
-    parts = [make_step(task, 0, Processes(CPU, rank, 3)) for rank in range(3)]
-    assert [part.pieces[0][0]["rows"].tolist() for part in parts] == [[0, 3], [1, 4], [2]]
+    parts = [make_step_batch(task, 0, Processes(CPU, rank, 3)) for rank in range(3)]
+    assert [part.parts[0][0]["rows"].tolist() for part in parts] == [[0, 3], [1, 4], [2]]
     assert {part.predictions for part in parts} == {10}
-    idle = make_step(task, 0, Processes(CPU, 6, 7))
-    assert idle.pieces[0][1] == 0
-    assert idle.pieces[0][0]["rows"].tolist() == [0]
+    idle = make_step_batch(task, 0, Processes(CPU, 6, 7))
+    assert idle.parts[0][1] == 0
+    assert idle.parts[0][0]["rows"].tolist() == [0]
 
 
 def test_only_a_few_are_made_ahead():
@@ -107,7 +107,7 @@ def test_only_a_few_are_made_ahead():
 
 def test_a_failure_comes_out_at_its_step():
     batches = prefetch(Counting(fail_at=2), 0, 9, Processes(CPU))
-    assert [int(next(batches).pieces[0][0]["step"]) for _ in range(2)] == [0, 1]
+    assert [int(next(batches).parts[0][0]["step"]) for _ in range(2)] == [0, 1]
     with pytest.raises(ValueError, match="step 2 fails"):
         next(batches)
 
@@ -129,7 +129,7 @@ def test_nothing_to_do():
 
 def test_a_step_is_the_same_whenever_it_is_made():
     first, later = (
-        [batch.pieces[0][0]["rows"].tolist() for batch in prefetch(Counting(), start, 9, Processes(CPU))]
+        [batch.parts[0][0]["rows"].tolist() for batch in prefetch(Counting(), start, 9, Processes(CPU))]
         for start in (0, 4)
     )
     assert first[4:] == later

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import clearhead as ch
 from clearhead.errors import ConfigError, InputError
+from clearhead.training.initialization import make_config
 from clearhead.training.recipe import SHIPPED, TASKS, Data, Recipe, Train, find_recipe
-from clearhead.training.starting import make_config
 
 SHIPPED_NAMES = sorted(path.stem for path in SHIPPED.glob("*.toml"))
 

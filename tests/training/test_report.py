@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 
 from clearhead.errors import InputError
 from clearhead.training import report
-from clearhead.training.report import AttentionPicture, write_report
+from clearhead.training import report_figures as figures
+from clearhead.training.report import write_report
+from clearhead.training.report_figures import AttentionPicture
 
 SAMPLES = [
     {"input": "le 3 mars 1987", "output": "1987-03-03", "wanted": "1987-03-03"},
@@ -216,27 +218,27 @@ def test_any_values_give_a_chart_within_its_frame(tmp_path: Path, losses: list[A
     rows = [{"step": step, "kind": "valid", "loss": loss} for step, loss in enumerate(losses)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     for dot in tree(write_report(tmp_path).read_text("utf-8")).iter("circle"):
-        assert report.LEFT <= float(dot.get("cx", "nan")) <= 640 - report.RIGHT
-        assert 12 <= float(dot.get("cy", "nan")) <= 300 - report.BOTTOM
+        assert figures.LEFT <= float(dot.get("cx", "nan")) <= 640 - figures.RIGHT
+        assert 12 <= float(dot.get("cy", "nan")) <= 300 - figures.BOTTOM
 
 
 def test_thinning_keeps_ends_and_extremes():
     values = np.random.default_rng(0).normal(size=7919)
     values[1234], values[4321] = 99, -99
     points = [(float(step), float(value)) for step, value in enumerate(values)]
-    (piece,) = report.thin(points, 600)
+    (piece,) = figures.thin(points, 600)
     assert len(piece) <= 600
     assert {points[0], points[-1], points[1234], points[4321]} <= set(piece)
     assert piece == sorted(piece)
-    assert report.thin(points[:500], 600) == [points[:500]]
+    assert figures.thin(points[:500], 600) == [points[:500]]
 
 
 def test_thinning_breaks_the_line_where_values_are_lost():
     points = [(float(step), math.nan if 1000 <= step < 2000 else 1.0) for step in range(5003)]
-    before, *_, after = report.thin(points, 101)
+    before, *_, after = figures.thin(points, 101)
     assert before[-1][0] < 1000
     assert after[0][0] >= 2000
-    assert report.thin([(1.0, math.nan)], 101) == []
+    assert figures.thin([(1.0, math.nan)], 101) == []
 
 
 def is_round(value: float, digits: tuple[int, ...]) -> bool:
@@ -247,7 +249,7 @@ def is_round(value: float, digits: tuple[int, ...]) -> bool:
 @given(st.floats(-1e6, 1e6), st.floats(0.005, 1e3), st.integers(2, 7))
 def test_linear_ticks_are_round_and_hold_the_range(low: float, part: float, count: int):
     span = part * max(abs(low), 1e-6)  # narrower ranges are drawn against zero
-    ticks = report.linear_ticks(low, low + span, count)
+    ticks = figures.linear_ticks(low, low + span, count)
     assert ticks[0] <= low + 1e-6 * span
     assert ticks[-1] >= low + span - 1e-6 * span
     assert 2 <= len(ticks) <= count + 3
@@ -257,7 +259,7 @@ def test_linear_ticks_are_round_and_hold_the_range(low: float, part: float, coun
 
 @given(st.floats(1e-9, 1e6), st.floats(10, 1e9), st.integers(3, 7))
 def test_log_ticks_are_round_and_inside(low: float, ratio: float, count: int):
-    ticks = report.log_ticks(low, low * ratio, count)
+    ticks = figures.log_ticks(low, low * ratio, count)
     assert 1 <= len(ticks) <= count + 1
     assert all(low <= tick <= low * ratio and is_round(tick, (1, 2, 3, 5)) for tick in ticks)
 
@@ -265,15 +267,15 @@ def test_log_ticks_are_round_and_inside(low: float, ratio: float, count: int):
 def test_the_axis_is_logarithmic_where_the_loss_falls_tenfold(tmp_path: Path):
     for start, is_log in ((9.0, False), (11.0, True)):
         lines = {"train": [(1.0, start), (2.0, 1.0)]}
-        assert ("log scale" in report.chart("loss", lines, width=640, height=300, limit=600)) == is_log
-        assert "log scale" not in report.chart("lr", lines, width=640, height=300, limit=600)
+        assert ("log scale" in figures.chart("loss", lines, width=640, height=300, limit=600)) == is_log
+        assert "log scale" not in figures.chart("lr", lines, width=640, height=300, limit=600)
 
 
 @pytest.mark.parametrize("steps", [1, 7, 999, 10_007, 250_007, 30_000_001])
 def test_tick_labels_of_a_chart_do_not_touch(steps: int):
     lines = {"train": [(1.0, 0.00031), (float(steps), 0.02)]}
     for width, height, letter in ((640, 300, 11.5), (300, 180, 8.7)):  # letters as wide as on a phone
-        svg = ElementTree.fromstring(report.chart("lr", lines, width=width, height=height, limit=150))
+        svg = ElementTree.fromstring(figures.chart("lr", lines, width=width, height=height, limit=150))
         middle = [text for text in svg.iter("text") if text.get("text-anchor") == "middle"]
         spans = [(float(t.get("x", "")), letter * len(t.text or "") / 2) for t in middle]
         assert len(spans) >= 2 or steps == 1
@@ -284,7 +286,7 @@ def test_tick_labels_of_a_chart_do_not_touch(steps: int):
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 200), (200, 1), (11, 37), (200, 200)])
 @pytest.mark.parametrize("name", ["x", "日本語", "a long token, longer than any"])
 def test_labels_of_a_picture_do_not_touch(rows: int, columns: int, name: str):
-    figure = ElementTree.fromstring(report.draw_attention(picture(rows, columns, name)))
+    figure = ElementTree.fromstring(figures.draw_attention(picture(rows, columns, name)))
     svg = figure.find("svg")
     assert svg is not None
     width, height = map(float, svg.get("viewBox", "").split()[2:])
@@ -295,22 +297,22 @@ def test_labels_of_a_picture_do_not_touch(rows: int, columns: int, name: str):
     above = [text for text in svg.iter("text") if text.get("transform")]
     assert all(b[0] - a[0] >= 12 for a, b in pairwise(left))
     places = [list(map(float, re.findall(r"[\d.]+", text.get("transform", ""))[:2])) for text in above]
-    needed = [12 if "rotate" in text.get("transform", "") else report.label(text.text or "")[1] for text in above]
+    needed = [12 if "rotate" in text.get("transform", "") else figures.label(text.text or "")[1] for text in above]
     for n in range(1, len(places)):
         assert places[n][0] - places[n - 1][0] >= (needed[n] + needed[n - 1]) / 2
     # no name leaves the picture: turned ones have their width above them, the others on their left
     assert all(
-        at >= (report.label(t.text or "")[1] if "rotate" in t.get("transform", "") else 12)
+        at >= (figures.label(t.text or "")[1] if "rotate" in t.get("transform", "") else 12)
         for (_, at), t in zip(places, above, strict=True)
     )
     edge = float(next(text.get("x", "") for text in svg.iter("text") if text.get("text-anchor") == "end"))
-    assert all(report.label(token)[1] <= edge for _, token in left)
+    assert all(figures.label(token)[1] <= edge for _, token in left)
     assert left[-1][0] < height
 
 
 def test_cells_are_where_the_weights_are():
     weights = torch.tensor([[0.0, 1.0, 1.0, 0.0, 0.5], [0.2, 0.2, 0.2, 0.2, 0.2], [0.0, 0.0, 0.0, 0.0, 0.0]])
-    figure = report.draw_attention(AttentionPicture("a head", list("abc"), list("defgh"), weights))
+    figure = figures.draw_attention(AttentionPicture("a head", list("abc"), list("defgh"), weights))
     paths = {
         path.get("stroke-opacity"): path.get("d") for path in ElementTree.fromstring(figure).iterfind("svg/g/path")
     }
@@ -321,7 +323,7 @@ def test_cells_are_where_the_weights_are():
 
 def test_weights_that_are_not_finite_are_said():
     weights = np.array([[math.nan, 0.3], [0.5, 0.5]])
-    assert "Not finite, left blank: 1 weights" in report.draw_attention(
+    assert "Not finite, left blank: 1 weights" in figures.draw_attention(
         AttentionPicture("a", ["x", "y"], ["x", "y"], weights)
     )
 
@@ -329,7 +331,7 @@ def test_weights_that_are_not_finite_are_said():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_picture_takes_any_tensor(dtype: torch.dtype):
     weights = torch.full((2, 3), 1 / 3, dtype=dtype, requires_grad=True)
-    assert "M0 0.5m0 0h3" in report.draw_attention(AttentionPicture("a", ["x", "y"], ["u", "v", "w"], weights))
+    assert "M0 0.5m0 0h3" in figures.draw_attention(AttentionPicture("a", ["x", "y"], ["u", "v", "w"], weights))
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (3, 2), (2, 2, 3)])

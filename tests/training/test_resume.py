@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from clearhead.errors import CheckpointError, ConfigError, InputError
 from clearhead.training import Recipe, train
-from training.running import (
+from training.tiny_runs import (
     ROOT,
     Watching,
     make_recipe,

@@ -11,14 +11,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from clearhead.training.recipe import Train
-from clearhead.training.schedules import highest, rate
+from clearhead.training.schedules import lr_factor, max_lr
 
 CLOSE = 1e-12  # float64, a handful of operations
 
 
 def rates(**train: Any) -> list[float]:
     made = Train(**train)
-    return [rate(step, made) for step in range(made.steps)]
+    return [lr_factor(step, made) for step in range(made.steps)]
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**5), st.integers(1, 4096))
@@ -26,13 +26,13 @@ def test_noam_is_the_paper(step: int, warmup: int, d_model: int):
     """lrate = d_model^-0.5 min(step^-0.5, step warmup^-1.5), section 5.3; the paper counts steps from 1."""
     train = Train(schedule="noam", lr=0.0, warmup=warmup, steps=10**6)
     wanted = d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
-    assert math.isclose(rate(step - 1, train) * highest(train, d_model), wanted, rel_tol=CLOSE)
+    assert math.isclose(lr_factor(step - 1, train) * max_lr(train, d_model), wanted, rel_tol=CLOSE)
 
 
 def test_a_rate_given_with_noam_is_the_highest():
     train = Train(schedule="noam", lr=0.003, warmup=7)
-    assert highest(train, 64) == 0.003
-    assert rate(6, train) == 1
+    assert max_lr(train, 64) == 0.003
+    assert lr_factor(6, train) == 1
 
 
 @given(

@@ -1,4 +1,4 @@
-"""A recipe's data, as tasks want it: the tokenizer, the stores of training and held-out rows, and what was met in them."""
+"""The data of a recipe: the tokenizer, trained or loaded, and the tokenised data, kept on disk."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from clearhead.data import Tokenizer, load_tokenizer, train_tokenizer
 from clearhead.data.filters import Policy
 from clearhead.data.token_store import Store
 from clearhead.errors import ConfigError, InputError
-from clearhead.training.embedded import unpack
+from clearhead.training.callbacks import Callbacks
+from clearhead.training.embedded_data import unpack
 from clearhead.training.recipe import Recipe
-from clearhead.training.show import Show
 
 KINDS = ("bpe", "unigram", "wordpiece", "bytes", "chars")
 
 
 class Corpus:
-    """Where a recipe's data comes from and where its tokenised form is kept."""
+    """The recipe, with embedded data as files, and the folder for tokenised data. `notes`: lines dropped, cut or replaced."""
 
-    def __init__(self, recipe: Recipe, out: Path, show: Show) -> None:
+    def __init__(self, recipe: Recipe, out: Path, show: Callbacks) -> None:
         self.out, self.show = out, show
         self.cache = Path(recipe.data.cache) if recipe.data.cache else out.parent / "data"
         self.recipe = unpack(recipe, self.cache)
@@ -34,7 +34,7 @@ class Corpus:
         self.notes: list[str] = []
 
     def need(self, *names: str) -> None:
-        """Refuse a recipe that does not say where its data is."""
+        """Refuse a recipe without these fields of [data]."""
         for name in names:
             if not getattr(self.recipe.data, name):
                 flag = "files" if name == "files" else f"--{name.replace('_', '-')}"
@@ -44,7 +44,10 @@ class Corpus:
                 )
 
     def tokenizer(self, texts: Callable[[], Iterable[str]], special: Sequence[str], *, around: bool) -> Tokenizer:
-        """The checkpoint's tokenizer, one from a file, or one trained on `texts`; kept in the run's folder."""
+        """The checkpoint's tokenizer, one from a file, or one trained on `texts`; saved in the run's folder.
+
+        `around`: a trained one adds a start and an end token to each text.
+        """
         d = self.recipe.data
         if (self.out / "tokenizer_config.json").is_file():  # written last
             return load_tokenizer(self.out)
@@ -69,14 +72,14 @@ class Corpus:
                 add_bos=around,
                 add_eos=around,
             )
-        if d.lowercase:  # whoever uses the tokenizer later must not have to know
+        if d.lowercase:  # the saved tokenizer lowercases by itself
             lower, own = normalizers.Lowercase(), found.core.normalizer
             found.core.normalizer = lower if own is None else normalizers.Sequence([lower, own])
         found.save(self.out)
         return found
 
     def store(self, name: str, make: Callable[[Path], Store], *key: object) -> Store:
-        """A prepared store, kept under a name made of what it is made of; what was met in it is said once."""
+        """Tokenised data, made by `make` or found on disk under a hash of the recipe's data and `key`. Its findings are noted."""
         text = json.dumps([*map(str, key), asdict(self.recipe.data), asdict(self.policy)], sort_keys=True)
         store = make(self.cache / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}")
         for line in store.info.get("findings", []):

@@ -1,7 +1,7 @@
-"""Pairs without padding: a batch's sources one after the other in one row, its targets in another.
+"""Packed batches of pairs: the sources one after the other in one row, the targets in another, without padding.
 
-Attention goes from text to text (layers/masks.py), so a token costs the same whatever it stands beside, and a batch may hold any
-rows. All batches have one shape: compiled, or recorded, once. What they leave free is filled with texts that nobody predicts.
+Attention stays within each text (layers/masks.py), so a batch may hold texts of any lengths at the same cost. All batches have
+one shape, so they are compiled or recorded once. Free space is filled with texts that are not predicted.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from clearhead.config import Config
 from clearhead.layers.masks import across, packed_at
 from clearhead.models import EncoderDecoder
 
-SPARE = 64  # tokens of a row that are left to the texts that fill it up, so that each has one at least on both sides
+SPARE = 64  # tokens of a row that are reserved for filler texts, so that each has at least one token on both sides
 
 
 @dataclass(frozen=True)
-class Room:
+class PackedShape:
     """The shape of every batch."""
 
     sizes: tuple[int, int]  # tokens of the sources, of the targets
-    texts: int
-    longest: int
+    texts: int  # at most
+    longest: int  # tokens of a text
 
     @classmethod
-    def of(cls, lengths: Sequence[NDArray[np.int64]], budget: int, longest: int) -> Room:
-        """Rows that fill up about together: the longer side has `budget` tokens, the other as many as go with them."""
+    def of(cls, lengths: Sequence[NDArray[np.int64]], budget: int, longest: int) -> PackedShape:
+        """The side with more tokens gets `budget` tokens, the other side a proportional number: both fill up together."""
         sums = [int(column.sum()) for column in lengths]
         source, target = (max(math.ceil(budget * n / max(sums) / SPARE) * SPARE, longest + SPARE) for n in sums)
         texts = math.ceil(1.25 * budget * len(lengths[0]) / max(sums) / SPARE + 1) * SPARE
@@ -42,12 +42,15 @@ class Room:
 
     @property
     def free(self) -> tuple[int, int]:
-        """How many tokens of each side the rows of a batch may take."""
+        """The number of tokens of each side that the texts of a batch may fill."""
         return self.sizes[0] - SPARE, self.sizes[1] - SPARE
 
 
 def can_pack(config: Config, longest: int) -> bool:
-    """Whether every attention of the model can go from text to text on a GPU."""
+    """Whether a GPU kernel can keep every attention of the model within its text.
+
+    Training asks this question only here.
+    """
     return (
         config.inputs == "tokens"
         and config.positions not in ("alibi", "t5")
@@ -59,16 +62,16 @@ def can_pack(config: Config, longest: int) -> bool:
 
 
 def pack(
-    sides: tuple[list[NDArray[Any]], list[NDArray[Any]]], fill: tuple[int, int], room: Room
+    sides: tuple[list[NDArray[Any]], list[NDArray[Any]]], fill: tuple[int, int], shape: PackedShape
 ) -> list[tuple[Int[Tensor, "1 _"], Int[Tensor, " _"]]]:
-    """Each side's texts in one row, and where each starts; at the end texts of nothing but `fill`, then some of no token."""
-    left = [size - sum(map(len, texts)) for size, texts in zip(room.sizes, sides, strict=True)]
-    n = math.ceil(max(left) / room.longest)
-    assert n <= min(left), "a row holds more than its room"
+    """Each side's texts in one row, and where each text starts. At the end come texts of `fill`, then empty ones."""
+    left = [size - sum(map(len, texts)) for size, texts in zip(shape.sizes, sides, strict=True)]
+    n = math.ceil(max(left) / shape.longest)
+    assert n <= min(left), "the texts do not fit"
     made: list[tuple[Tensor, Tensor]] = []
-    for texts, value, size, free in zip(sides, fill, room.sizes, left, strict=True):
+    for texts, value, size, free in zip(sides, fill, shape.sizes, left, strict=True):
         lengths = [*map(len, texts), *(free // n + (i < free % n) for i in range(n))]
-        starts = np.full(max(room.texts, len(lengths)) + 1, size, np.int32)
+        starts = np.full(max(shape.texts, len(lengths)) + 1, size, np.int32)
         starts[: len(lengths)] = np.cumsum([0, *lengths[:-1]])
         row = np.concatenate([*texts, np.full(free, value, np.int64)])
         made.append((torch.from_numpy(row)[None], torch.from_numpy(starts)))
@@ -83,7 +86,7 @@ def pair_states(
     *,
     checkpointing: bool = False,
 ) -> Float[Tensor, "1 T D"]:
-    """The decoder's states for packed targets over their packed sources; each side with where its texts start."""
+    """The decoder's states for packed targets and sources. Each side is the tokens and where its texts start."""
     (read, read_at), (written, written_at) = (
         packed_at(starts, row.shape[1], longest) for row, starts in (source, target)
     )

@@ -1,4 +1,4 @@
-"""What a task is: rows of data in, a batch; a batch in, a loss and the numbers that metrics are made of."""
+"""The interface of a task: makes batches from rows of data, and losses and metrics from batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from clearhead.layers.linear import Packed
 from clearhead.models import Model
 from clearhead.training.losses import IGNORED, cross_entropy
 from clearhead.training.recipe import Recipe
-from clearhead.training.report import AttentionPicture
+from clearhead.training.report_figures import AttentionPicture
 
 Batch = dict[str, Tensor]
 Rows = NDArray[np.int64]
@@ -32,14 +32,14 @@ Rows = NDArray[np.int64]
 class Losses:
     """Sums over the predictions of a batch."""
 
-    goal: Float[Tensor, ""]  # what is minimised: with label smoothing, if there is any
-    loss: Float[Tensor, ""]  # - log p(right)
+    goal: Float[Tensor, ""]  # what is minimised: the loss, with label smoothing if there is any
+    loss: Float[Tensor, ""]  # - log p(target)
     correct: Int[Tensor, ""]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One held-out example, as the model writes it."""
+    """One held-out example, and the model's output for it."""
 
     input: str
     output: str
@@ -48,55 +48,55 @@ class Sample:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the data tells: fields of the config, how the model starts and stops, and what a user should know."""
+    """What is known from the data: fields of the model's config, its start and end tokens, and what a user should know."""
 
     fields: dict[str, Any]
     generation: Generation
-    table: dict[str, str]  # shown before the first step
+    table: dict[str, str]  # for the summary before the first step
     notes: list[str]  # what was dropped, cut or replaced
 
 
 class Task(ABC):
-    """A task with its data. `order` says which rows a step takes; everything about a row is a function of (seed, step, row)."""
+    """A task with its data. `order` gives the rows of a step; all randomness is a function of (seed, step, row)."""
 
     facts: Facts
     tokenizer: Tokenizer | None = None
-    beside: Mapping[str, Any] = MappingProxyType({})  # what else a finished model's folder holds: JSON files by name
-    rounding: tuple[int, int] = (1, 1)  # batches are filled up to multiples of so many rows, and of such a length
-    is_even = False  # whether all batches have one shape by themselves
+    extra_files: Mapping[str, Any] = MappingProxyType({})  # JSON files to write beside the finished model, by name
+    rounding: tuple[int, int] = (1, 1)  # rows and length of a batch are padded to multiples of these
+    is_even = False  # whether all batches have one shape without padding
     order: RowOrder | TokenOrder
-    shape: tuple[int, int, int]  # rows, length and source length of a usual batch
+    shape: tuple[int, int, int]  # rows, length and source length of a typical batch
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
 
     def pack(self, model: Model) -> bool:
-        """From now on lay a batch's texts one after the other in place of padding them, where task and model can."""
+        """From now on pack a batch's texts one after the other instead of padding them. Returns False if task or model can not."""
         return False
 
     def rows(self, step: int) -> Rows:
-        """The rows of a step, of all processes."""
+        """The rows of a step, for all processes together."""
         return self.order.rows(step)
 
     def epoch(self, step: int) -> float:
-        """How often all rows were seen before this step."""
+        """How many times all rows were seen before this step."""
         return self.order.epoch(step)
 
     @abstractmethod
     def batch(self, rows: Rows, step: int) -> Batch:
-        """The tensors of these rows, as step `step` sees them."""
+        """The tensors of these rows at this step."""
 
     @abstractmethod
     def predictions(self, rows: Rows) -> int:
-        """How many predictions the rows hold: what a sum of losses is divided by."""
+        """The number of predictions in these rows: a sum of losses is divided by it."""
 
     @abstractmethod
     def tokens(self, rows: Rows) -> int:
-        """How many tokens the rows hold, padding left out."""
+        """The number of tokens in these rows, without padding."""
 
     @abstractmethod
     def losses(self, model: Model, batch: Batch) -> Losses:
-        """The losses of a batch. The one place where a task meets the model."""
+        """The losses of a batch. Only here a task calls the model in training."""
 
     @abstractmethod
     def held_out(self) -> list[Rows]:
@@ -107,25 +107,25 @@ class Task(ABC):
         """The tensors of held-out rows."""
 
     def count(self, batch: Batch) -> Tensor:
-        """How many predictions a batch holds."""
+        """The number of predictions in a batch."""
         return (batch["targets"] != IGNORED).sum()
 
     def metrics(self, loss: float, correct: float, count: float) -> dict[str, float]:
-        """What the sums over all held-out predictions say."""
+        """Metrics from the sums over all held-out predictions."""
         mean = loss / max(count, 1)
         return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), "accuracy": correct / max(count, 1)}
 
     @abstractmethod
     def write(self, model: Model, *, final: bool) -> tuple[dict[str, float], list[Sample]]:
-        """What the model writes for held-out examples: scores of it, and some to read. `model` is in eval mode."""
+        """The model's outputs for held-out examples: scores over them, and some samples. `model` is in eval mode."""
 
-    def pictures(self, model: Model) -> list[AttentionPicture]:
-        """Attention of the finished model on held-out examples, for the report."""
+    def attention_pictures(self, model: Model) -> list[AttentionPicture]:
+        """Attention maps of the finished model on held-out examples, for the report."""
         return []
 
 
 class Objective(nn.Module):
-    """The model and its loss as one module: what is compiled, copied and spread over processes."""
+    """The model and its loss as one module, to be compiled and parallelized."""
 
     def __init__(self, model: Model, task: Task) -> None:
         super().__init__()
@@ -138,9 +138,9 @@ class Objective(nn.Module):
 
 
 def token_losses(model: Any, states: Float[Tensor, "B T D"], targets: Int[Tensor, "B T"], smoothing: float) -> Losses:
-    """Losses of a model that ends in a vocabulary, from its final states."""
+    """Losses of a model with a vocabulary head, from its final states."""
     x, weight, bias = model.head.parts(states, model.tokens.weight)
-    if isinstance(weight, Packed):  # measured, not trained
+    if isinstance(weight, Packed):  # a quantized model is evaluated, not trained
         weight = weight.rows(torch.arange(weight.shape[0], device=x.device))
     smoothing = smoothing if model.training else 0.0
     loss, goal, correct = cross_entropy(x, weight, targets, bias=bias, smoothing=smoothing, eight=model.head.eight)
@@ -148,16 +148,16 @@ def token_losses(model: Any, states: Float[Tensor, "B T D"], targets: Int[Tensor
 
 
 def row_generator(seed: int, step: int, row: int) -> np.random.Generator:
-    """Random numbers for one row at one step, the same whatever else is in the batch and whichever process asks."""
+    """Random numbers for one row at one step: independent of the rest of the batch and of the process."""
     return np.random.Generator(np.random.Philox(key=[seed, 0x9E3779B97F4A7C15], counter=[step + 1, row, 0, 0]))
 
 
 def pad(
     rows: list[NDArray[Any]], value: int, rounding: tuple[int, int] = (1, 1)
 ) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """Rows of different lengths as one tensor, filled up on the right; and which are real.
+    """Rows of different lengths as one tensor, padded on the right; and which tokens are real.
 
-    Rows that are added to make a round number have one real token, since no row may have none.
+    Rows that are added for `rounding` have one real token, since attention needs at least one.
     """
     lengths = [len(row) for row in rows]
     height, width = (-(-size // to) * to for size, to in zip((len(rows), max(lengths)), rounding, strict=True))
@@ -166,8 +166,3 @@ def pad(
         out[i, : len(row)] = row
     real = torch.arange(width) < torch.tensor(lengths + [1] * (height - len(rows)))[:, None]
     return torch.from_numpy(out), real
-
-
-def piece_name(tokenizer: Tokenizer, id: int) -> str:
-    """A token as a person reads it."""
-    return tokenizer.decode([id]) or tokenizer.token(id)

@@ -1,4 +1,4 @@
-"""Language modelling: at each place of a text, the next token."""
+"""Language modelling: predict the next token at each position of a text."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from clearhead.data.text_preparation import prepare_texts
 from clearhead.data.token_store import Store
 from clearhead.data.windows import Windows, split_stream
 from clearhead.generation import generate
+from clearhead.generation.texts import piece_name
 from clearhead.inside import probe
 from clearhead.layers.masks import documents
 from clearhead.models import Decoder, Model
 from clearhead.training.losses import IGNORED
-from clearhead.training.report import AttentionPicture
+from clearhead.training.report_figures import AttentionPicture
 from clearhead.training.tasks.corpus import Corpus
-from clearhead.training.tasks.task import Batch, Facts, Losses, Rows, Sample, Task, piece_name, token_losses
+from clearhead.training.tasks.task import Batch, Facts, Losses, Rows, Sample, Task, token_losses
 
 PROMPT, CONTINUED = 32, 64  # tokens of a sample
 
 
 class WindowTask(Task):
-    """What language modelling and masking share: texts packed into windows of equal length."""
+    """Shared by language modelling and masking: texts one after the other, cut into windows of equal length."""
 
     special = ("<pad>", "<s>", "</s>", "<unk>")
     is_even = True
@@ -103,7 +104,7 @@ class WindowTask(Task):
 
 
 class Language(WindowTask):
-    """Predict each token from those before it, in its own document."""
+    """Predict each token from the tokens before it in its document."""
 
     def batch(self, rows: Rows, step: int) -> Batch:
         return split_windows(*self.windows.batch(rows))
@@ -126,7 +127,7 @@ class Language(WindowTask):
         return {**found, "bits_per_byte": found["loss"] / math.log(2) / self.bytes_per_token}
 
     def write(self, model: Model, *, final: bool) -> tuple[dict[str, float], list[Sample]]:
-        """Held-out text, gone on with: drawn, since what is likeliest repeats itself."""
+        """Continuations of held-out text, sampled: greedy ones repeat themselves."""
         assert isinstance(model, Decoder)
         prompt = min(PROMPT, self.length // 2)
         starts = self.valid.in_order()
@@ -139,8 +140,8 @@ class Language(WindowTask):
         texts = zip(prompts, written, wanted, strict=True)
         return {}, [Sample(*(self.words.decode(ids) for ids in each)) for each in texts]
 
-    def pictures(self, model: Model) -> list[AttentionPicture]:
-        """One head of each of the first and the last layer, on held-out text."""
+    def attention_pictures(self, model: Model) -> list[AttentionPicture]:
+        """The mean of the heads of the first and of the last layer, on held-out text."""
         assert isinstance(model, Decoder)
         tokens, _ = self.valid.batch(self.valid.in_order()[:1])
         tokens = tokens[:, : min(40, self.length)]
@@ -160,11 +161,11 @@ def size(windows: Windows) -> int:
 
 
 def split_windows(tokens: Int[Tensor, "n long"], numbers: Int[Tensor, "n long"]) -> Batch:
-    """Inputs and, one place further, targets. Where several documents share a row, each keeps to itself and counts anew."""
+    """Inputs and targets, which are one position later. Documents that share a row do not attend to each other."""
     targets = tokens[:, 1:].masked_fill(numbers[:, 1:] < 0, IGNORED)
     batch = {"tokens": tokens[:, :-1].contiguous(), "targets": targets}
     numbers = numbers[:, :-1]
-    if bool((numbers != numbers[:, :1]).any()):  # most batches of long documents need no mask, and run faster without
+    if bool((numbers != numbers[:, :1]).any()):  # without a mask attention is faster
         places = torch.arange(numbers.shape[1]).expand_as(numbers)
         begins = torch.cat([torch.ones_like(numbers[:, :1]), numbers.diff(dim=1)], 1) != 0
         batch["documents"] = numbers.contiguous()

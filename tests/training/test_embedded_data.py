@@ -9,7 +9,7 @@ import pytest
 
 from clearhead.data.builtin_datasets import standard_library
 from clearhead.data.dates import DatePair
-from clearhead.training import embedded
+from clearhead.training import embedded_data
 from clearhead.training.recipe import Data, Recipe, find_recipe
 
 TRAIN = [DatePair("le 3 mars 1987", "1987-03-03", "fr"), DatePair("1987年3月3日", "1987-03-03", "ja")]
@@ -25,7 +25,7 @@ def seeds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         asked.append(seed)
         return TRAIN, VALID
 
-    monkeypatch.setattr(embedded, "split_dates", few)
+    monkeypatch.setattr(embedded_data, "split_dates", few)
     return asked
 
 
@@ -34,7 +34,7 @@ def with_data(embedded: str) -> Recipe:
 
 
 def test_dates_are_written_once(tmp_path: Path, seeds: list[int]):
-    recipe = embedded.unpack(with_data("dates"), tmp_path)
+    recipe = embedded_data.unpack(with_data("dates"), tmp_path)
     for files, lines in (
         (recipe.data.source, [pair.text for pair in TRAIN]),
         (recipe.data.target, [pair.iso for pair in TRAIN]),
@@ -49,28 +49,28 @@ def test_dates_are_written_once(tmp_path: Path, seeds: list[int]):
         "valid.text",
     ]
     assert recipe.data.length == 17
-    assert embedded.unpack(with_data("dates"), tmp_path) == recipe
+    assert embedded_data.unpack(with_data("dates"), tmp_path) == recipe
     assert seeds == [0]  # always the same dates, and made once
 
 
 def test_a_kill_while_dates_are_written_is_mended(tmp_path: Path, seeds: list[int]):
-    recipe = embedded.unpack(with_data("dates"), tmp_path)
+    recipe = embedded_data.unpack(with_data("dates"), tmp_path)
     whole = Path(recipe.data.target[0]).read_bytes()
     Path(recipe.data.target[0]).unlink()
-    assert embedded.unpack(with_data("dates"), tmp_path) == recipe
+    assert embedded_data.unpack(with_data("dates"), tmp_path) == recipe
     assert Path(recipe.data.target[0]).read_bytes() == whole
     assert seeds == [0, 0]
 
 
 def test_code_is_the_standard_library(tmp_path: Path):
-    recipe = embedded.unpack(with_data("code"), tmp_path)
+    recipe = embedded_data.unpack(with_data("code"), tmp_path)
     assert list(map(Path, recipe.data.files)) == standard_library()
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["", "digits"])
 def test_the_rest_is_as_it_was(tmp_path: Path, name: str):
-    assert embedded.unpack(with_data(name), tmp_path) == with_data(name)
+    assert embedded_data.unpack(with_data(name), tmp_path) == with_data(name)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""Masked language modelling (BERT): some tokens are hidden, and guessed from both sides."""
+"""Masked language modelling (BERT): some tokens are masked, and predicted from both sides."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from clearhead.layers.masks import documents
 from clearhead.models import Encoder, Model
 from clearhead.training.losses import IGNORED
 from clearhead.training.tasks.corpus import Corpus
-from clearhead.training.tasks.language import WindowTask
+from clearhead.training.tasks.language_modeling import WindowTask
 from clearhead.training.tasks.task import Batch, Losses, Rows, Sample, row_generator, token_losses
 
-HELD_OUT_STEP = -1  # held-out rows are hidden the same way at each evaluation
+HELD_OUT_STEP = -1  # held-out rows are masked the same way at each evaluation
 
 
 class Masked(WindowTask):
-    """Of each row the same number of tokens is to be guessed: 8 of 10 hidden, 1 replaced, 1 left (Devlin et al. 2018)."""
+    """The same number of tokens is predicted in each row: of 10, 8 are masked, 1 replaced, 1 unchanged (Devlin et al. 2018)."""
 
     special = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")
 
@@ -32,31 +32,31 @@ class Masked(WindowTask):
                 "hiding tokens needs a mask token, and this tokenizer has none; train one, or choose another"
             )
         self.mask = tokenizer.mask
-        self.guessed = max(1, round(self.recipe.train.mask_share * self.length))
-        # What may stand for a hidden token: anything but the special ones.
+        self.n_masked = max(1, round(self.recipe.train.mask_share * self.length))
+        # A replacement is any token that is not special.
         self.plain = np.setdiff1d(np.arange(tokenizer.vocab_size), sorted(tokenizer.special_ids))
 
     def fields(self, vocab_size: int) -> dict[str, Any]:
         return dict(shape="encoder", head="tokens", vocab_size=vocab_size, max_len=self.length)
 
     def predictions(self, rows: Rows) -> int:
-        return len(rows) * self.guessed
+        return len(rows) * self.n_masked
 
     def batch(self, rows: Rows, step: int) -> Batch:
         tokens, numbers = self.windows.batch(rows)
-        return self._hide(tokens, numbers, rows, step)
+        return self._mask_tokens(tokens, numbers, rows, step)
 
     def held_out_batch(self, rows: Rows) -> Batch:
         tokens, numbers = self.valid.batch(rows)
-        return self._hide(tokens, numbers, rows, HELD_OUT_STEP)
+        return self._mask_tokens(tokens, numbers, rows, HELD_OUT_STEP)
 
-    def _hide(self, tokens: Tensor, numbers: Tensor, rows: Rows, step: int) -> Batch:
+    def _mask_tokens(self, tokens: Tensor, numbers: Tensor, rows: Rows, step: int) -> Batch:
         tokens, numbers = tokens[:, :-1].clone(), numbers[:, :-1]
         targets = torch.full_like(tokens, IGNORED)
         for i, row in enumerate(rows):
             random = row_generator(self.recipe.train.seed, step, int(row))
             real = np.flatnonzero((numbers[i] >= 0).numpy())
-            places = random.permutation(real)[: self.guessed]
+            places = random.permutation(real)[: self.n_masked]
             lots = random.random(len(places))
             others = random.choice(self.plain, len(places))
             shown = np.where(lots < 0.8, self.mask, np.where(lots < 0.9, others, tokens[i].numpy()[places]))
@@ -68,8 +68,8 @@ class Masked(WindowTask):
         assert isinstance(model, Encoder)
         checkpointing = self.recipe.train.checkpointing and model.training
         states = model.states(batch["tokens"], documents(batch["documents"]), checkpointing=checkpointing)
-        # Only the guessed tokens need the vocabulary's product. Always as many of each row: a recorded pass has one shape.
-        places = (batch["targets"] != IGNORED).int().topk(self.guessed).indices
+        # Only predicted tokens need the product with the vocabulary; the same number in each row, for one shape.
+        places = (batch["targets"] != IGNORED).int().topk(self.n_masked).indices
         rows = torch.arange(len(places), device=places.device)[:, None]
         return token_losses(
             model, states[rows, places], batch["targets"][rows, places], self.recipe.train.label_smoothing

@@ -1,4 +1,4 @@
-"""Embedded data as files, so that a task reads it as it reads anyone's: dates in many languages, Python's own library."""
+"""Embedded data sets as files, so that tasks read them like any other: dates in many languages, Python's standard library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clearhead.training.recipe import Recipe
 
 
 def unpack(recipe: Recipe, folder: Path) -> Recipe:
-    """The recipe with the files that its embedded data stands for."""
+    """The recipe with the files of its embedded data set, which are written into `folder` if they are missing."""
     match recipe.data.embedded:
         case "dates":
             names = ("train.text", "train.iso", "valid.text", "valid.iso")

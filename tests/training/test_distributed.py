@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from clearhead.training import Recipe, train
-from training.running import (
+from training.tiny_runs import (
     Watching,
     command,
     make_recipe,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import clearhead as ch
+from clearhead.costs.flops import Lengths, check_lengths, count_forward, count_pairs, count_training
 from clearhead.costs.measurement import make_inputs
-from clearhead.costs.operations import Lengths, check_lengths, count_forward, count_pairs, count_training
 from clearhead.layers.masks import Mask
 from clearhead.models import build
 from tests.models.drawn import Fields, fields

@@ -15,8 +15,8 @@ from clearhead.data import train_tokenizer
 from clearhead.errors import ConfigError
 from clearhead.layers.masks import documents
 from clearhead.training.losses import IGNORED
-from clearhead.training.tasks.mask import Masked
-from training.made import MODEL, all_held_out, make, model_for, one_by_one, recipe_of, sums, words, write
+from clearhead.training.tasks.masked_language_modeling import Masked
+from training.tiny_tasks import MODEL, all_held_out, make, model_for, one_by_one, recipe_of, sums, words, write
 
 LENGTH = 31
 
@@ -40,7 +40,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Masked:
 
 
 def test_each_row_has_as_many_guesses(task: Masked):
-    assert task.guessed == round(0.3 * LENGTH) == 9
+    assert task.n_masked == round(0.3 * LENGTH) == 9
     for step in range(11):
         rows = task.rows(step)
         batch = task.batch(rows, step)
@@ -120,7 +120,7 @@ def test_a_window_may_have_fewer_tokens_than_guesses(tmp_path: Path):
     rows = task.valid.in_order()[-1:]
     batch = task.held_out_batch(rows)
     n_real = int((batch["documents"] >= 0).sum())
-    assert n_real < task.guessed
+    assert n_real < task.n_masked
     assert int(task.count(batch)) == n_real
     logits = model(batch["tokens"], documents(batch["documents"]))
     loss = F.cross_entropy(logits[0], batch["targets"][0], ignore_index=IGNORED, reduction="sum")

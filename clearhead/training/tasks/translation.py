@@ -1,4 +1,4 @@
-"""Translation, in the widest sense: a target written from a source, by an encoder-decoder."""
+"""Translation: an encoder-decoder writes a target for a source, in any two languages or formats."""
 
 from __future__ import annotations
 
@@ -16,94 +16,95 @@ from clearhead.data.text_preparation import prepare_pairs
 from clearhead.data.token_store import Store
 from clearhead.errors import ConfigError
 from clearhead.generation import translate
+from clearhead.generation.texts import piece_name
 from clearhead.inside import probe
 from clearhead.models import EncoderDecoder, Model
 from clearhead.models.encoder_decoder import source_mask
 from clearhead.training.losses import IGNORED
-from clearhead.training.report import AttentionPicture
+from clearhead.training.report_figures import AttentionPicture
 from clearhead.training.tasks.corpus import Corpus
-from clearhead.training.tasks.packing import Room, can_pack, pack, pair_states
-from clearhead.training.tasks.task import Batch, Facts, Losses, Rows, Sample, Task, pad, piece_name, token_losses
+from clearhead.training.tasks.packing import PackedShape, can_pack, pack, pair_states
+from clearhead.training.tasks.task import Batch, Facts, Losses, Rows, Sample, Task, pad, token_losses
 
 
 class Translate(Task):
-    """Each token of the target from the source and the tokens before it. One vocabulary serves both sides."""
+    """Predict each token of the target from the source and the tokens before it. Both sides share one vocabulary."""
 
-    room: Room | None = None  # the shape of batches without padding
+    packed: PackedShape | None = None  # the shape of batches without padding
 
     def __init__(self, corpus: Corpus) -> None:
         super().__init__(corpus.recipe)
         d, t = self.recipe.data, self.recipe.train
         corpus.need("source", *([] if d.columns else ["target"]))
-        columns = (d.columns[0], d.columns[1]) if len(d.columns) == 2 else ("source", "target")
-
-        def read() -> Iterator[str]:
-            for pair in read_pairs(d.source, d.target, columns=columns, policy=corpus.policy):
-                yield from pair
-
-        self.tokenizer = self.words = tokenizer = corpus.tokenizer(
-            read, ("<pad>", "<s>", "</s>", "<unk>"), around=False
-        )
-        if tokenizer.eos is None or (start := tokenizer.pad if tokenizer.bos is None else tokenizer.bos) is None:
-            raise ConfigError(
-                "translating needs a tokenizer with an end and a start (</s>, <s> or <pad>); choose another"
-            )
-        self.start: int = start
-
-        def prepare(name: str, source: tuple[str, ...], target: tuple[str, ...]) -> Store:
-            return corpus.store(
-                name,
-                lambda folder: prepare_pairs(
-                    folder,
-                    source,
-                    target,
-                    tokenizer,
-                    max_source_len=d.length,
-                    max_len=d.length,
-                    columns=columns,
-                    lowercase=d.lowercase,
-                    policy=corpus.policy,
-                    progress=corpus.show.progress(f"tokenising {name}"),
-                ),
-                tokenizer.core.to_str(),
-            )
-
-        self.pairs = self.valid = prepare("pairs", d.source, d.target)
-        self.chosen, self.valid_rows = np.arange(len(self.pairs)), np.arange(0)
+        self.columns = (d.columns[0], d.columns[1]) if len(d.columns) == 2 else ("source", "target")
+        self.tokenizer = self.words = self._tokenizer(corpus)
+        self.start = start_token(self.words)
+        self.pairs = self.valid = self._prepare(corpus, "pairs", d.source, d.target)
         if d.valid_source:
-            self.valid = prepare("valid", d.valid_source, d.valid_target)
-            self.valid_rows = np.arange(len(self.valid))
+            self.valid = self._prepare(corpus, "valid", d.valid_source, d.valid_target)
+            self.chosen, self.valid_rows = np.arange(len(self.pairs)), np.arange(len(self.valid))
         else:
             self.chosen, self.valid_rows = held_out(len(self.pairs), d.valid_share, t.seed)
-        self.lengths = lengths = [self.pairs[name].lengths[self.chosen] for name in ("source", "target")]
-        self.order = TokenOrder(lengths, t.batch_tokens, t.seed)
+        self.lengths = [self.pairs[name].lengths[self.chosen] for name in ("source", "target")]
         self.held_lengths = [self.valid[name].lengths[self.valid_rows] for name in ("source", "target")]
+        self.order = TokenOrder(self.lengths, t.batch_tokens, t.seed)
         first = [self.order.rows(step) for step in range(20)]
         rows = round(float(np.mean([len(batch) for batch in first])))
         self.shape = (rows, t.batch_tokens // rows, t.batch_tokens // rows)
-        self.facts = Facts(
-            fields=dict(
-                shape="encoder-decoder", vocab_size=tokenizer.vocab_size, max_len=d.length, max_source_len=d.length
+        self.facts = self._facts(corpus, f"{padding_waste(self.lengths, first):.1%} of a batch")
+
+    def _tokenizer(self, corpus: Corpus) -> Tokenizer:
+        def read() -> Iterator[str]:
+            d = self.recipe.data
+            for pair in read_pairs(d.source, d.target, columns=self.columns, policy=corpus.policy):
+                yield from pair
+
+        return corpus.tokenizer(read, ("<pad>", "<s>", "</s>", "<unk>"), around=False)
+
+    def _prepare(self, corpus: Corpus, name: str, source: tuple[str, ...], target: tuple[str, ...]) -> Store:
+        d = self.recipe.data
+        return corpus.store(
+            name,
+            lambda folder: prepare_pairs(
+                folder,
+                source,
+                target,
+                self.words,
+                max_source_len=d.length,
+                max_len=d.length,
+                columns=self.columns,
+                lowercase=d.lowercase,
+                policy=corpus.policy,
+                progress=corpus.show.progress(f"tokenising {name}"),
             ),
-            generation=Generation(bos=tokenizer.bos, eos=(tokenizer.eos,), pad=tokenizer.pad, decoder_start=start),
+            self.words.core.to_str(),
+        )
+
+    def _facts(self, corpus: Corpus, padding: str) -> Facts:
+        length, words = self.recipe.data.length, self.words
+        fields = dict(shape="encoder-decoder", vocab_size=words.vocab_size, max_len=length, max_source_len=length)
+        assert words.eos is not None, "start_token has checked it"
+        return Facts(
+            fields=fields,
+            generation=Generation(bos=words.bos, eos=(words.eos,), pad=words.pad, decoder_start=self.start),
             table={
                 "pairs": f"{len(self.chosen):,} to learn from, {len(self.valid_rows):,} held out",
-                "tokens": f"{lengths[0].sum():,} source, {lengths[1].sum():,} target",
-                "vocabulary": f"{tokenizer.vocab_size:,} tokens",
-                "padding": f"{padding_waste(lengths, first):.1%} of a batch",
+                "tokens": f"{self.lengths[0].sum():,} source, {self.lengths[1].sum():,} target",
+                "vocabulary": f"{words.vocab_size:,} tokens",
+                "padding": padding,
             },
             notes=corpus.notes,
         )
 
     def pack(self, model: Model) -> bool:
         t, longest = self.recipe.train, self.recipe.data.length
-        room = Room.of(self.lengths, t.batch_tokens, longest)
-        if not can_pack(model.config, longest) or sum(room.sizes) > 2 * t.batch_tokens:
+        packed = PackedShape.of(self.lengths, t.batch_tokens, longest)
+        if not can_pack(model.config, longest) or sum(packed.sizes) > 2 * t.batch_tokens:
             return False
-        self.room, rows = room, room.texts - room.sizes[0] // longest
-        self.order = PackedOrder(self.lengths, room.free, t.seed, rows)
+        self.packed = packed
+        self.order = PackedOrder(self.lengths, packed.free, t.seed, packed.texts - packed.sizes[0] // longest)
         rows = round(t.batch_tokens * len(self.chosen) / max(int(column.sum()) for column in self.lengths))
-        self.shape = (rows, room.sizes[1] // rows, room.sizes[0] // rows)
+        self.shape = (rows, packed.sizes[1] // rows, packed.sizes[0] // rows)
         self.facts.table["padding"] = "none: texts lie one after the other"
         return True
 
@@ -115,10 +116,12 @@ class Translate(Task):
         return int(sum(self.pairs[name].lengths[chosen].sum() for name in ("source", "target")))
 
     def batch(self, rows: Rows, step: int) -> Batch:
-        if self.room is None:
+        if self.packed is None:
             return self._batch(self.pairs, self.chosen[rows])
         sources, targets = ([self.pairs[name][int(row)] for row in self.chosen[rows]] for name in ("source", "target"))
-        (source, source_starts), (wanted, starts) = pack((sources, targets), (self.words.pad or 0, IGNORED), self.room)
+        (source, source_starts), (wanted, starts) = pack(
+            (sources, targets), (self.words.pad or 0, IGNORED), self.packed
+        )
         read = torch.cat([wanted.new_zeros(1, 1), wanted[:, :-1].clamp(min=0)], 1)
         read[0, starts[starts < read.shape[1]].long()] = self.start
         batch = {"source": source, "source_starts": source_starts}
@@ -136,7 +139,7 @@ class Translate(Task):
     def _batch(self, store: Store, rows: Rows) -> Batch:
         source, real = pad([store["source"][int(row)] for row in rows], self.words.pad or 0, self.rounding)
         targets, _ = pad([store["target"][int(row)] for row in rows], IGNORED, self.rounding)
-        # The decoder reads what it has to write, one place later. What follows the end of a row is never looked at.
+        # The decoder's input is the target, one position later. What comes after the end of a row is not used.
         read = torch.cat([torch.full((len(targets), 1), self.start), targets[:, :-1].clamp(min=0)], 1)
         return {"source": source, "mask": real, "target": read, "targets": targets}
 
@@ -157,9 +160,9 @@ class Translate(Task):
         n = len(self.valid_rows) if final and t.score_rows else min(len(self.valid_rows), max(t.score_rows, t.samples))
         rows = [int(row) for row in self.valid_rows[:n]]
         sources = [self.valid["source"][row].tolist() for row in rows]
-        room = min(model.config.max_len, 2 * max(len(source) for source in sources) + 20) if sources else 1
+        max_new = min(model.config.max_len, 2 * max(len(source) for source in sources) + 20) if sources else 1
         beams = t.beams if final else 1
-        outputs = [self.words.decode(ids) for ids in translate(model, sources, beams=beams, max_new_tokens=room)]
+        outputs = [self.words.decode(ids) for ids in translate(model, sources, beams=beams, max_new_tokens=max_new)]
         wanted = [self.words.decode(self.valid["target"][row].tolist()) for row in rows]
         samples = [
             Sample(self.words.decode(source), output, right)
@@ -167,15 +170,23 @@ class Translate(Task):
         ]
         return score(outputs, wanted) if t.score_rows else {}, samples
 
-    def pictures(self, model: Model) -> list[AttentionPicture]:
-        """Where the last layer looked in the source while it wrote."""
+    def attention_pictures(self, model: Model) -> list[AttentionPicture]:
+        """The last layer's attention to the source."""
         assert isinstance(model, EncoderDecoder)
         row = int(self.valid_rows[0])
         return [draw_alignment(model, self.words, self.valid["source"][row].tolist(), self.start)]
 
 
+def start_token(tokenizer: Tokenizer) -> int:
+    """The token that the decoder starts with: <s>, or <pad> if there is none."""
+    start = tokenizer.pad if tokenizer.bos is None else tokenizer.bos
+    if tokenizer.eos is None or start is None:
+        raise ConfigError("translating needs a tokenizer with an end and a start (</s>, <s> or <pad>); choose another")
+    return start
+
+
 def draw_alignment(model: EncoderDecoder, tokenizer: Tokenizer, source: list[int], start: int) -> AttentionPicture:
-    """What the model writes for a source, and where the last layer looked for each token: the mean of its heads."""
+    """The model's output for a source, and the last layer's attention to the source for each token: the mean of its heads."""
     written = translate(model, [source], beams=1)[0]
     site = f"decoder.blocks.{len(model.decoder.blocks) - 1}.cross.weights"
     with probe(model, site) as seen, torch.no_grad():
@@ -188,7 +199,7 @@ def draw_alignment(model: EncoderDecoder, tokenizer: Tokenizer, source: list[int
 
 
 def score(outputs: list[str], wanted: list[str]) -> dict[str, float]:
-    """The share written exactly, and BLEU and chrF (sacrebleu) where that is installed."""
+    """The share of exact matches, and BLEU and chrF if sacrebleu is installed."""
     exact = sum(a == b for a, b in zip(outputs, wanted, strict=True)) / max(len(outputs), 1)
     try:
         import sacrebleu

@@ -8,7 +8,8 @@ import pytest
 
 import clearhead as ch
 from clearhead.costs import cost
-from clearhead.costs.fit import devices_needed, largest, parse_rate, parse_size, spell_count, spell_seconds
+from clearhead.costs.capacity import devices_needed, largest
+from clearhead.costs.units import parse_rate, parse_size, spell_count, spell_seconds
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from models.tiny import assert_same
 from PIL import Image
 
 from clearhead.errors import ClearheadError, ConfigError
-from clearhead.training.tasks.classify import Classes, PictureClasses, TextClasses, are_pictures
-from training.made import MODEL, all_held_out, make, model_for, one_by_one, recipe_of, sums, words, write
+from clearhead.training.tasks.classification import Classes, PictureClasses, TextClasses, are_pictures
+from training.tiny_tasks import MODEL, all_held_out, make, model_for, one_by_one, recipe_of, sums, words, write
 
 N = 61
 LABELS = ["bad", "fine", "good"]
@@ -184,7 +184,7 @@ def test_a_picture_varies_only_by_seed_step_and_row(tmp_path: Path):
     assert torch.equal(task.batch(rows[::-1].copy(), 3)["inputs"].flip(0), whole)
     assert not torch.equal(task.batch(rows, 4)["inputs"], whole)
     one = task.store["picture"].flat[0]
-    varied = {task._vary(one, 3, row).tobytes() for row in range(50)}  # pyright: ignore[reportPrivateUsage]
+    varied = {task._augment(one, 3, row).tobytes() for row in range(50)}  # pyright: ignore[reportPrivateUsage]
     assert len(varied) > 25  # of 50 that are possible, each row draws its own
     other = picture_task(tmp_path, data=dict(shift=2, flip=True), seed=1)
     same = np.intersect1d(task.chosen, other.chosen)

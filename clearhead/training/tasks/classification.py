@@ -1,4 +1,4 @@
-"""Classification: one label for a text or for a picture."""
+"""Classification: one label for each text or picture."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def known_config(recipe: Recipe) -> Any:
 
 
 def given_labels(recipe: Recipe) -> list[str] | None:
-    """The labels and their order, where the recipe tells them; else the data does."""
+    """The labels in their order, if the recipe lists them; None: they come from the data."""
     return list(recipe.model["labels"]) if recipe.model.get("labels") else None
 
 
 class Classes(Task):
-    """What texts and pictures share: the loss, the labels, the split."""
+    """Shared by texts and pictures: the loss, the labels, the held-out split."""
 
     store: Store
     valid: Store
@@ -115,7 +115,7 @@ class Classes(Task):
 
     @abstractmethod
     def _show(self, row: int) -> str:
-        """A held-out row for a person to read."""
+        """A held-out row as text, for the samples."""
 
 
 class TextClasses(Classes):
@@ -178,14 +178,14 @@ class TextClasses(Classes):
     def _batch(self, store: Store, rows: Rows, step: int | None) -> Batch:
         texts = [store["text"][int(row)] for row in rows]
         if step is not None and self.recipe.data.leave_out:
-            texts = [self._thin(text, step, int(row)) for text, row in zip(texts, rows, strict=True)]
+            texts = [self._drop_tokens(text, step, int(row)) for text, row in zip(texts, rows, strict=True)]
         tokens, real = pad(texts, self.words.pad or 0, self.rounding)
         labels = torch.full((len(tokens),), IGNORED)
         labels[: len(rows)] = torch.from_numpy(store["label"].flat[rows].astype(np.int64))
         return {"inputs": tokens, "mask": real, "labels": labels}
 
-    def _thin(self, text: np.ndarray, step: int, row: int) -> np.ndarray:
-        """The text without some of its tokens, others each time: no single word is to decide alone (Iyyer et al. 2015)."""
+    def _drop_tokens(self, text: np.ndarray, step: int, row: int) -> np.ndarray:
+        """Word dropout: the text without some tokens, others each time (Iyyer et al. 2015)."""
         lots = row_generator(self.recipe.train.seed, step, row).random(len(text))
         return text[(lots >= self.recipe.data.leave_out) | (lots == lots.max())]
 
@@ -194,7 +194,7 @@ class TextClasses(Classes):
 
 
 class PictureClasses(Classes):
-    """A label for a picture, with small shifts and mirror images if the recipe asks for them."""
+    """A label for a picture. In training it may be shifted and mirrored."""
 
     is_even = True
 
@@ -241,12 +241,7 @@ class PictureClasses(Classes):
 
             self.store = prepare("pictures", d.files[0], given_labels(self.recipe))
             self._split(prepare("valid", d.valid[0], self.labels) if d.valid else None)
-        # What a picture goes through later must be what it went through here (see prepare_images).
-        middle = dict(height=size, width=size)
-        told = dict(
-            size=dict(shortest_edge=size), do_center_crop=True, crop_size=middle, image_mean=[0.5], image_std=[0.5]
-        )
-        self.beside = {"preprocessor_config.json": told}
+        self.extra_files = {"preprocessor_config.json": preprocessor_config(size)}
         self.length = (size // patch) ** 2 + 1
         rows = max(1, t.batch_tokens // self.length)
         self.order = RowOrder(len(self.chosen), rows, t.seed)
@@ -265,11 +260,11 @@ class PictureClasses(Classes):
     def _batch(self, store: Store, rows: Rows, step: int | None) -> Batch:
         pictures = store["picture"].flat[rows]
         if step is not None and (self.recipe.data.shift or self.recipe.data.flip):
-            pictures = np.stack([self._vary(p, step, int(row)) for p, row in zip(pictures, rows, strict=True)])
+            pictures = np.stack([self._augment(p, step, int(row)) for p, row in zip(pictures, rows, strict=True)])
         inputs = torch.from_numpy(np.array(pictures, dtype=np.float32)) / 127.5 - 1
         return {"inputs": inputs, "labels": torch.from_numpy(store["label"].flat[rows].astype(np.int64))}
 
-    def _vary(self, picture: np.ndarray, step: int, row: int) -> np.ndarray:
+    def _augment(self, picture: np.ndarray, step: int, row: int) -> np.ndarray:
         d, random = self.recipe.data, row_generator(self.recipe.train.seed, step, row)
         down, right = random.integers(-d.shift, d.shift + 1, 2) if d.shift else (0, 0)
         height, width = picture.shape[1:]
@@ -279,3 +274,9 @@ class PictureClasses(Classes):
 
     def _show(self, row: int) -> str:
         return f"picture {row}"
+
+
+def preprocessor_config(size: int) -> dict[str, Any]:
+    """How Hugging Face's image processor must treat pictures: as data/ did for training."""
+    crop = dict(height=size, width=size)
+    return dict(size=dict(shortest_edge=size), do_center_crop=True, crop_size=crop, image_mean=[0.5], image_std=[0.5])

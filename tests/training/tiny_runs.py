@@ -15,9 +15,9 @@ import numpy as np
 from safetensors.torch import load_file
 from torch import Tensor
 
-from clearhead.training import Recipe, Result, Show, train
+from clearhead.training import Callbacks, Recipe, Result, train
+from clearhead.training.callbacks import Row
 from clearhead.training.recipe import Data
-from clearhead.training.show import Row
 
 ROOT = Path(__file__).resolve().parents[2]
 CLOCKED = ("tokens_per_second", "utilisation", "seconds")  # what differs from run to run
@@ -83,7 +83,7 @@ def make_recipe(
     return Recipe.from_tables({**tables, "model": model})
 
 
-class Watching(Show):
+class Watching(Callbacks):
     """Keeps what a run says; at step `stop` a user presses Ctrl-C."""
 
     def __init__(self, stop: int = 0) -> None:

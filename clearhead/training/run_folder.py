@@ -1,4 +1,4 @@
-"""A run's folder: what lies where, and whether a run may begin or go on there."""
+"""The folder of a run: opened, checked, read again to resume."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from clearhead.errors import CheckpointError, ConfigError, InputError
-from clearhead.training.processes import Processes
+from clearhead.training.distributed import Processes
 from clearhead.training.recipe import Recipe
 from clearhead.version import __version__
 
@@ -26,9 +26,9 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errn
 
 
 @contextmanager
-def settle(out: str | Path | None, task: str, processes: Processes) -> Generator[Path]:
-    """The run's folder, the same for all processes. What goes wrong with its disk while this is open is said in one line."""
-    folder = processes.agree(next_folder(task) if out is None else Path(out))
+def run_folder(out: str | Path | None, task: str, processes: Processes) -> Generator[Path]:
+    """The run's folder, the same for all processes. Errors of its disk while this is open become one CheckpointError."""
+    folder = processes.broadcast(next_folder(task) if out is None else Path(out))
     is_new = not folder.exists()
     try:
         yield folder
@@ -46,11 +46,11 @@ def settle(out: str | Path | None, task: str, processes: Processes) -> Generator
 
 
 def discard(folder: Path) -> None:
-    """Remove what a run left that a mistake ended before its first step; nothing of a user's."""
+    """Remove what a run wrote that failed before its first step, and nothing else."""
     for name in ("recipe.toml", "environment.json", "tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink(missing_ok=True)
     for empty in (folder / "checkpoints", folder):
-        with suppress(OSError):  # it holds something else: then it stays
+        with suppress(OSError):  # not empty: it stays
             empty.rmdir()
 
 
@@ -75,7 +75,7 @@ def next_folder(task: str, under: Path = Path("runs")) -> Path:
 
 
 def open_folder(path: Path, recipe: Recipe, *, resume: bool, device: torch.device) -> None:
-    """Make the folder, or check that it holds this run. Fails before any work is done that could be lost."""
+    """Make the folder, or check that it holds this run. Called before any work that could be lost."""
     file = path / "recipe.toml"
     if path.exists() and not path.is_dir():
         raise InputError(f"{path} is a file; choose another folder with --out")
@@ -83,12 +83,12 @@ def open_folder(path: Path, recipe: Recipe, *, resume: bool, device: torch.devic
         raise InputError(
             f"{path} already holds a run; go on with it: clearhead train --resume {path}, or choose another folder with --out"
         )
-    # A hidden file is what a kill before the recipe was there left behind.
+    # Hidden files are left by a kill before the recipe was written.
     if path.exists() and not file.exists() and any(not each.name.startswith(".") for each in path.iterdir()):
         raise InputError(f"{path} is not empty and holds no run; choose another folder with --out")
     try:
         path.mkdir(parents=True, exist_ok=True)
-        if not resume:  # a try that ended before its first step, as at a line that is no text, may have left these
+        if not resume:  # a run that failed before its first step may have left these
             for name in ("tokenizer.json", "tokenizer_config.json"):
                 (path / name).unlink(missing_ok=True)
         write_text(file, recipe.to_toml())
@@ -101,13 +101,13 @@ def open_folder(path: Path, recipe: Recipe, *, resume: bool, device: torch.devic
 
 
 def has_begun(path: Path) -> bool:
-    """Whether there is anything in a run's folder that took time to make."""
+    """Whether the folder holds anything that took time to compute."""
     return (path / "metrics.jsonl").exists() or (path / "config.json").exists() or any((path / "checkpoints").glob("*"))
 
 
 def check_resumable(old: Recipe, new: Recipe) -> None:
-    """Refuse to go on with another model or other data under the same name."""
-    old, new = (Recipe.read(recipe.to_toml()) for recipe in (old, new))  # as read back: lists for tuples
+    """Refuse to resume a run with another model or other data."""
+    old, new = (Recipe.read(recipe.to_toml()) for recipe in (old, new))  # as read back from TOML: lists for tuples
     for part in ("task", "model", "data"):
         if old.tables()[part] != new.tables()[part]:
             raise ConfigError(f"a run goes on with the {part} it began with; start a new one to change it")
@@ -118,7 +118,7 @@ def check_resumable(old: Recipe, new: Recipe) -> None:
 
 
 def check_space(path: Path, nbytes: int) -> None:
-    """Refuse to begin where not even two checkpoints fit."""
+    """Refuse to start if the disk has no room for the checkpoints."""
     free = shutil.disk_usage(path).free
     if free < nbytes:
         raise CheckpointError(
@@ -128,7 +128,7 @@ def check_space(path: Path, nbytes: int) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
-    """A reader sees the old file or the new one, never half of one."""
+    """Write atomically: a reader sees the old file or the new one."""
     work = file.with_name(f".{file.name}.tmp")
     try:
         work.write_text(text, encoding="utf-8")
@@ -138,7 +138,7 @@ def write_text(file: Path, text: str) -> None:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """What a run ran on."""
+    """Versions, system and device of a run."""
     facts = {"started": datetime.now(timezone.utc).isoformat(timespec="seconds"), "clearhead": __version__}
     facts |= {"python": sys.version.split()[0], "system": platform.platform(), "processor": processor()}
     facts |= {name: version(name) for name in PACKAGES}
@@ -148,7 +148,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def processor() -> str:
-    """The processor's name, where the system tells it."""
+    """The processor's name, if the system has one."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").split("\n") if info.is_file() else []
     named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

@@ -16,8 +16,8 @@ from clearhead.data import train_tokenizer
 from clearhead.errors import ConfigError, InputError
 from clearhead.models import EncoderDecoder, build
 from clearhead.training.losses import IGNORED
-from clearhead.training.tasks.translate import Translate, draw_alignment, score
-from training.made import all_held_out, make, model_for, one_by_one, recipe_of, sums, words, write
+from clearhead.training.tasks.translation import Translate, draw_alignment, score
+from training.tiny_tasks import all_held_out, make, model_for, one_by_one, recipe_of, sums, words, write
 
 N = 67
 
@@ -70,16 +70,16 @@ def test_a_packed_batch_is_its_rows(tmp_path: Path):
     task = translation(tmp_path, data={"length": 67}, label_smoothing=0.1, batch_tokens=384)
     model = model_for(task).train()
     assert task.pack(model)
-    assert task.room is not None
+    assert task.packed is not None
     shapes: set[tuple[torch.Size, ...]] = set()
     for step in range(5):
         rows = task.rows(step)
         packed = task.batch(rows, step)
         shapes.add(tuple(tensor.shape for tensor in packed.values()))
         assert int(task.count(packed)) == task.predictions(rows)
-        room, task.room = task.room, None
+        room, task.packed = task.packed, None
         padded = task.batch(rows, step)
-        task.room = room
+        task.packed = room
         ours, theirs = task.losses(model, packed), task.losses(model, padded)
         assert_same(sums(ours), sums(theirs))
         weights = list(model.parameters())
@@ -161,7 +161,7 @@ def test_what_is_written(
         seen.append(len(sources))
         return [source[:-1] for source in sources]
 
-    monkeypatch.setattr("clearhead.training.tasks.translate.translate", copy)
+    monkeypatch.setattr("clearhead.training.tasks.translation.translate", copy)
     scores, written = task.write(model_for(task), final=final)
     assert sum(seen) == decoded
     assert len(written) == samples
@@ -205,7 +205,7 @@ def test_alignment(task: Translate):
     weights = torch.as_tensor(picture.weights)
     assert weights.shape[1] == len(source)
     torch.testing.assert_close(weights.sum(1), torch.ones(len(weights)))
-    assert task.pictures(model)[0].columns[-1] == "</s>"
+    assert task.attention_pictures(model)[0].columns[-1] == "</s>"
 
 
 def test_no_target_is_said(tmp_path: Path):

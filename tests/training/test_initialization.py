@@ -15,11 +15,12 @@ from clearhead.config import Generation
 from clearhead.errors import ConfigError
 from clearhead.layers.linear import FusedLinear, Linear
 from clearhead.models import Model
+from clearhead.training.initialization import initial_model, make_config
+from clearhead.training.lora import add_lora, gather_model
 from clearhead.training.optimizers import Optimizers
 from clearhead.training.recipe import Recipe, Train
-from clearhead.training.starting import add_lora, export, make_config, start
 from clearhead.training.tasks.task import Facts
-from training.made import MODEL, make, recipe_of, words, write
+from training.tiny_tasks import MODEL, make, recipe_of, words, write
 
 FACTS = Facts(dict(shape="decoder", vocab_size=53, max_len=31), Generation(eos=(2,)), {}, [])
 CLASSES = Facts(
@@ -35,7 +36,7 @@ def recipe(task: Any = "language", *, seed: Any = 0, **model: Any) -> Recipe:
 
 
 def test_weights_are_drawn_from_the_seed():
-    first, again, other = (start(recipe(**MODEL, seed=seed), FACTS) for seed in (3, 3, 4))
+    first, again, other = (initial_model(recipe(**MODEL, seed=seed), FACTS) for seed in (3, 3, 4))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
     assert not torch.equal(first.tokens.weight, other.tokens.weight)  # type: ignore[union-attr]
     assert first.generation == FACTS.generation
@@ -48,7 +49,7 @@ def test_a_preset_takes_the_data_s_facts():
 
 
 def test_a_recipe_may_ask_for_more_than_the_data_needs():
-    config = start(recipe(**MODEL, max_len=37, vocab_size=64), FACTS).config
+    config = initial_model(recipe(**MODEL, max_len=37, vocab_size=64), FACTS).config
     assert (config.max_len, config.vocab_size) == (37, 64)
 
 
@@ -64,7 +65,7 @@ def test_a_recipe_may_ask_for_more_than_the_data_needs():
 )
 def test_a_model_that_can_not_read_its_data_is_refused(changes: dict[str, Any], words: str):
     with pytest.raises(ConfigError, match=words):
-        start(recipe(**{**MODEL, **changes}), FACTS)
+        initial_model(recipe(**{**MODEL, **changes}), FACTS)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ def saved_encoder(folder: Path, **changes: Any) -> Path:
 def test_a_masked_encoder_becomes_a_classifier(tmp_path: Path, changes: dict[str, Any]):
     folder = saved_encoder(tmp_path, **changes)
     loaded = ch.load(folder)
-    model = start(recipe("classify", **{"from": str(folder), "dropout": 0.2, "pool": "mean"}), CLASSES)
+    model = initial_model(recipe("classify", **{"from": str(folder), "dropout": 0.2, "pool": "mean"}), CLASSES)
     assert (model.config.head, model.config.n_classes, model.config.dropout, model.config.pool) == (
         "classes",
         3,
@@ -108,7 +109,7 @@ def test_a_masked_encoder_becomes_a_classifier(tmp_path: Path, changes: dict[str
     }
     tokens = torch.randint(0, 53, (3, 11))
     assert_same(model.eval().states(tokens), loaded.states(tokens), within=1e-6)  # type: ignore[operator]
-    again = start(recipe("classify", **{"from": str(folder)}), CLASSES)
+    again = initial_model(recipe("classify", **{"from": str(folder)}), CLASSES)
     assert torch.equal(again.state_dict()["head.weight"], after["head.weight"])  # from the seed
     ch.save(model, tmp_path / "classifier")
     assert ch.load(tmp_path / "classifier").config.labels == ("a", "b", "c")
@@ -117,7 +118,7 @@ def test_a_masked_encoder_becomes_a_classifier(tmp_path: Path, changes: dict[str
 def test_a_language_model_goes_on_as_it_was(tmp_path: Path):
     model = tiny("gpt2", dtype=torch.float32)
     ch.save(model, tmp_path)
-    went = start(recipe(**{"from": str(tmp_path)}), FACTS)
+    went = initial_model(recipe(**{"from": str(tmp_path)}), FACTS)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), went.parameters(), strict=True))
     assert went.config == model.config
 
@@ -154,36 +155,36 @@ def test_a_language_model_goes_on_as_it_was(tmp_path: Path):
 )
 def test_what_does_not_fit_is_refused(encoder: Path, task: str, given: dict[str, Any], facts: Facts, words: str):
     with pytest.raises(ConfigError, match=words):
-        start(recipe(task, **{"from": str(encoder), **given}), facts)
+        initial_model(recipe(task, **{"from": str(encoder), **given}), facts)
 
 
 def test_a_longer_rotary_model_may_be_asked_for(encoder: Path):
     facts = Facts(CLASSES.fields | dict(max_len=37), Generation(), {}, [])
-    assert start(recipe("classify", **{"from": str(encoder), "max_len": 37}), facts).config.max_len == 37
+    assert initial_model(recipe("classify", **{"from": str(encoder), "max_len": 37}), facts).config.max_len == 37
 
 
 def test_learned_positions_can_not_grow(tmp_path: Path):
     folder = saved_encoder(tmp_path, positions="learned")
     with pytest.raises(ConfigError, match=r"has no positions\.weight of this shape"):
-        start(recipe("classify", **{"from": str(folder), "max_len": 37}), CLASSES)
+        initial_model(recipe("classify", **{"from": str(folder), "max_len": 37}), CLASSES)
 
 
 def test_a_smaller_tokenizer_is_fine(encoder: Path):
     facts = Facts(CLASSES.fields | dict(vocab_size=47), Generation(), {}, [])
-    assert start(recipe("classify", **{"from": str(encoder)}), facts).config.vocab_size == 53
+    assert initial_model(recipe("classify", **{"from": str(encoder)}), facts).config.vocab_size == 53
 
 
 def test_masking_and_then_classifying(tmp_path: Path):
     """The whole way: the second task takes the first's tokenizer and its weights."""
     data = dict(files=[write(tmp_path / "a.txt", words(307))], length=31)
     first = make(recipe_of("mask", model=MODEL | dict(tie_embeddings=True), data=data), tmp_path / "mask")
-    ch.save(start(first.recipe, first.facts), tmp_path / "model")
+    ch.save(initial_model(first.recipe, first.facts), tmp_path / "model")
     first.words.save(tmp_path / "model")
     table = "text,label\n" + "".join(f"{words(3, seed=i)},{'yn'[i % 2]}\n" for i in range(20))
     data = dict(files=[write(tmp_path / "t.csv", table)], length=31)
     second = make(recipe_of("classify", model={"from": str(tmp_path / "model")}, data=data), tmp_path / "classify")
     assert second.words.core.to_str() == first.words.core.to_str()
-    model = start(second.recipe, second.facts)
+    model = initial_model(second.recipe, second.facts)
     losses = second.losses(model, second.batch(second.rows(0), 0))
     assert losses.goal.requires_grad
 
@@ -241,7 +242,7 @@ def test_lora_is_merged_on_export(name: str, tmp_path: Path):
             if place.endswith("lora_b"):
                 p.normal_(std=0.2)
     args = inputs(base.config)
-    running, exported = run(model, *args), export(model)
+    running, exported = run(model, *args), gather_model(model)
     assert (running - run(base, *args)).abs().max() > 0.01
     assert exported.state_dict().keys() == base.state_dict().keys()
     assert not exported.training
@@ -286,7 +287,7 @@ def test_lora_learns(optimizer: Any):
 @pytest.mark.parametrize("name", ["gpt2", "t5", "vit", "whisper", "bert-mlm"])
 def test_an_export_is_a_whole_copy(name: str):
     model = tiny(name, dtype=torch.float32).train()
-    exported = export(model)
+    exported = gather_model(model)
     assert model.training
     args = inputs(model.config)
     assert torch.equal(run(exported, *args), run(model.eval(), *args))

@@ -11,10 +11,10 @@ import torch
 from models.tiny import stir
 
 from clearhead.models import Model
-from clearhead.training.processes import Processes
+from clearhead.training.callbacks import Callbacks
+from clearhead.training.distributed import Processes
+from clearhead.training.initialization import initial_model
 from clearhead.training.recipe import Recipe
-from clearhead.training.show import Show
-from clearhead.training.starting import start
 from clearhead.training.tasks import make_task
 from clearhead.training.tasks.task import Losses, Rows, Task
 
@@ -40,15 +40,15 @@ def recipe_of(task: str, *, model: dict[str, Any] | None = None, data: dict[str,
     return Recipe.from_tables({"task": task, "model": MODEL if model is None else model, "data": data, "train": train})
 
 
-def make(recipe: Recipe, folder: Path, show: Show | None = None) -> Any:
+def make(recipe: Recipe, folder: Path, show: Callbacks | None = None) -> Any:
     """The recipe's task, as a run in `folder` would make it."""
     (folder / "run").mkdir(parents=True, exist_ok=True)
-    return make_task(recipe, folder / "run", ALONE, show or Show())
+    return make_task(recipe, folder / "run", ALONE, show or Callbacks())
 
 
 def model_for(task: Task, *, dtype: torch.dtype = torch.float64) -> Model:
     """A model in eval mode; float64, so that only a real difference is larger than 1e-9."""
-    model = start(task.recipe, task.facts)
+    model = initial_model(task.recipe, task.facts)
     stir(model)
     return model.to(dtype).eval()
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from clearhead.config import Config
+from clearhead.costs.flops import Lengths
 from clearhead.costs.measurement import make_inputs
-from clearhead.costs.operations import Lengths
 from clearhead.models import Model, build
 
 

@@ -16,8 +16,8 @@ from clearhead.errors import ConfigError, InputError
 from clearhead.layers.masks import documents
 from clearhead.models import Decoder
 from clearhead.training.losses import IGNORED
-from clearhead.training.tasks.language import Language, split_windows
-from training.made import MODEL, all_held_out, make, model_for, one_by_one, recipe_of, sums, words, write
+from clearhead.training.tasks.language_modeling import Language, split_windows
+from training.tiny_tasks import MODEL, all_held_out, make, model_for, one_by_one, recipe_of, sums, words, write
 
 LENGTH = 13
 
@@ -162,7 +162,7 @@ def test_a_sample_s_prompt_is_real_text(tmp_path: Path):
 
 def test_pictures_of_the_first_and_last_layer(tmp_path: Path):
     task = language(tmp_path)
-    first, last = task.pictures(model_for(task, dtype=torch.float32))
+    first, last = task.attention_pictures(model_for(task, dtype=torch.float32))
     assert "Layer 1" in first.title
     assert "Layer 2" in last.title
     assert np.asarray(last.weights).shape == (LENGTH, LENGTH)

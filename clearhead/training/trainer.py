@@ -1,0 +1,96 @@
+"""The trainer: a run's model and what a step of it needs, that is loss, gradients, optimizers, and the tensors to save."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead.engine.cuda_graphs import Recorder
+from clearhead.quantization.float8 import Products
+from clearhead.training.callbacks import Callbacks
+from clearhead.training.checkpoints import Checkpoints, State
+from clearhead.training.distributed import Processes, no_sync, parallelize
+from clearhead.training.evaluation import evaluate
+from clearhead.training.initialization import initial_model
+from clearhead.training.lora import add_lora
+from clearhead.training.optimizers import Optimizers
+from clearhead.training.precision import make_autocast, set_residual_dtype
+from clearhead.training.prefetch import StepBatch, make_step_batch
+from clearhead.training.recipe import Recipe
+from clearhead.training.schedules import max_lr
+from clearhead.training.tasks.task import Objective, Task
+from clearhead.training.train_step import ROUNDING, ForwardBackward, Update
+
+
+class Trainer:
+    """Built once per run. It decides how the task's batches are laid out: padded to few shapes, packed, or as they are."""
+
+    def __init__(self, recipe: Recipe, task: Task, processes: Processes, show: Callbacks) -> None:
+        t, device = recipe.train, processes.device
+        self.task, self.processes, self.options = task, processes, t
+        self.model = initial_model(recipe, task.facts).to(device).train()
+        if t.lora_rank:
+            show.note(f"LoRA: {add_lora(self.model, t.lora_rank, t.lora_alpha, t.seed):,} numbers learn, the rest stay")
+        self.objective = Objective(self.model, task)
+        self.parallel = parallelize(self.objective, processes, t.parallel)
+        self.autocast = make_autocast(t, device)
+        set_residual_dtype(self.model, t, self.autocast)
+
+        one_gpu = device.type == "cuda" and processes.world_size == 1
+        # Compiled code for changing shapes is not recorded: each shape would be compiled and recorded.
+        record = t.record and one_gpu and (task.is_even or not t.compile)
+        recorder = Recorder(device) if record else None
+        if record:
+            task.rounding = ROUNDING
+        elif one_gpu and t.accumulate == 1 and isinstance(self.autocast, torch.autocast):
+            task.pack(self.model)
+
+        objective = torch.compile(self.parallel) if t.compile else self.parallel
+        self.forward_backward = ForwardBackward(objective, self.autocast, recorder)
+        self.max_lr = max_lr(t, self.model.config.d_model)
+        self.optimizers = Optimizers(self.model, t, lr=self.max_lr, record=record)
+        self.products = Products(self.model) if t.precision == "fp8" else None
+        self.update = Update(self.optimizers, t.clip, self.products, recorder)
+
+        self.weights = {f"model.{name}": p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        self.tensors = {**self.weights, **{f"optimizer.{k}": value for k, value in self.optimizers.tensors().items()}}
+        if self.products is not None:
+            self.tensors["products.history"] = self.products.history
+
+    def restore(self, checkpoints: Checkpoints) -> State:
+        """Read the newest checkpoint, if there is one; else this is step 0."""
+        found = checkpoints.newest()
+        if found is not None:
+            checkpoints.read(found[0], self.tensors)
+            if self.products is not None:
+                self.products.settle()
+            return found[1]
+        if self.products is not None:  # the scales of fp8 start from one pass in bfloat16
+            batch, plain = make_step_batch(self.task, 0, self.processes), ForwardBackward(self.parallel, self.autocast)
+            self.products.calibrate(lambda: plain(batch.parts[0][0], 1 / batch.predictions))
+            self.optimizers.zero_grad()
+        return State()
+
+    def step(self, batch: StepBatch, step: int) -> tuple[Tensor, Tensor]:
+        """The gradient of the mean loss over the whole batch (all its parts, on all processes), then the update.
+
+        Returns the sum of this process's losses, and the gradients' norm.
+        """
+        total = torch.zeros((), device=self.processes.device)
+        for number, (part, weight) in enumerate(batch.parts):
+            seed_dropout(self.options.seed, step, number, self.processes.rank)
+            with no_sync(self.parallel, number < len(batch.parts) - 1):
+                # Processes average their gradients; the mean over all predictions needs their sum.
+                total += weight * self.forward_backward(part, weight * self.processes.world_size / batch.predictions)
+        return total, self.update()
+
+    def evaluate(self, *, final: bool = False) -> dict[str, Any]:
+        """The metrics on held-out data; `final`: on all of it."""
+        return evaluate(self.objective, self.task, self.processes, self.options, self.autocast, final=final)
+
+
+def seed_dropout(seed: int, step: int, part: int, rank: int) -> None:
+    """Another seed for each part of each step on each process."""
+    torch.manual_seed(hash((seed, step, part, rank)) & (2**63 - 1))
