@@ -88,7 +88,7 @@ def serve_page(path: Path, name: str, text: str, target: str | None, device: str
     try:
         from clearhead.serving.app import make_app
         from clearhead.serving.explorer_routes import address_of
-        from clearhead.serving.model_worker import open_host
+        from clearhead.serving.model_worker import load_worker
         from clearhead.serving.server import run_app
     except ImportError as error:
         raise MissingExtraError(
@@ -101,5 +101,5 @@ def serve_page(path: Path, name: str, text: str, target: str | None, device: str
         if opens:
             webbrowser.open(address)
 
-    hosts = {name: open_host(path, name, device=device)}
-    run_app(make_app(hosts), hosts.values(), 1.0, ready=ready, host="127.0.0.1", port=port)
+    workers = {name: load_worker(path, name, device=device)}
+    run_app(make_app(workers), workers.values(), 1.0, ready=ready, host="127.0.0.1", port=port)

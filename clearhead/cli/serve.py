@@ -43,7 +43,7 @@ def run(
     try:
         from clearhead.serving.app import make_app
         from clearhead.serving.guards import LOCAL, Limits
-        from clearhead.serving.model_worker import open_host
+        from clearhead.serving.model_worker import load_worker
         from clearhead.serving.server import run_app
     except ImportError as error:
         raise MissingExtraError(f"serving needs {error.name}; install clearhead[serve]") from None
@@ -55,15 +55,15 @@ def run(
         )
     named_models = read_names(models)
     options: dict[str, Any] = dict(device=find_device(device), quantize=quantize, max_tokens=max_tokens)
-    hosts = {
-        name: open_host(find_model(path), name, max_rows=max_texts, **options) for name, path in named_models.items()
+    workers = {
+        name: load_worker(find_model(path), name, max_rows=max_texts, **options) for name, path in named_models.items()
     }
     host_names = (*(allow_host or []), *(() if host in (*LOCAL, "0.0.0.0", "::") else (host,)))
-    app = make_app(hosts, Limits(streams=streams, seconds=seconds, hosts=host_names, keys=api_keys))
-    for each in hosts.values():
+    app = make_app(workers, Limits(streams=streams, seconds=seconds, hosts=host_names, keys=api_keys))
+    for each in workers.values():
         n_parameters = sum(p.numel() for p in each.model.parameters())
         typer.echo(f"{each.name}: {each.kind}, {n_parameters:,} parameters", err=True)
-    run_app(app, hosts.values(), grace, host=host, port=port)
+    run_app(app, workers.values(), grace, host=host, port=port)
 
 
 def read_names(models: list[str]) -> dict[str, str]:

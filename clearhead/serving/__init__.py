@@ -1,13 +1,18 @@
-"""Models behind HTTP, as the `openai` client speaks it.
+"""An HTTP server for models, compatible with the `openai` client.
 
-protocol.py    what a client may ask, field by field
-hosts.py       a model, its tokenizer, and the thread that steps its engine for many clients
-explain.py     what went on inside while a text was written
-answers.py     texts on their way out: whole, or piece by piece
-guards.py      who may ask, and how much: keys, hosts, sizes, streams
-metrics.py     what is counted, for Prometheus
-app.py         the routes
-running.py     the server's life, and its end
+app.py                   make_app: routes, middleware and error handlers
+server.py                the process: start, signals, end
+service.py               what the routes share
+protocol.py              the bodies of requests, field by field
+*_routes.py              completion, chat, embedding, translation, transcription, explorer, health
+text_responses.py        generated texts, streamed or whole
+text_deltas.py           tokens to text, delta by delta
+openai_format.py         log-probabilities and events in OpenAI's form
+explanation.py           attention, lens and ablation returned with a text
+model_worker.py          a model, and the thread that steps its engine
+guards.py, metrics.py    middleware: keys, host names, sizes; counts and times
+http_errors.py           exceptions to HTTP answers
+cancellation.py          work that ends with its client
 
-May import: errors, config, layers, models, families, checkpoint, costs, inside, generation, training, data.
+May import: all rooms but cli.
 """

@@ -1,8 +1,8 @@
-"""What went on inside while a text was written, told beside it.
+"""Explanations: attention, logit lens and ablation of a generated text, returned with it.
 
-Everything here runs in the engine's thread, a piece at a time (`Host.in_turns`): others wait for one pass at most. A text is read
-once more as a whole, as it was written: the state that chose a token is that of the token before it. Heads are taken out of
-passes and of steps of an engine of its own, never while anybody else's step runs.
+Everything here runs in the engine's thread in slices (`ModelWorker.run_sliced`), so that others wait for one forward pass at most.
+The prompt and the text are run once more as a whole; the state at a token is the one that chose the next. Ablations run in passes
+and in an engine of their own, never while the engine makes a step for others.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from clearhead.inside import Intervention, Seen, intervene, mean, probe, sites, 
 from clearhead.inside.probe import Heads, blocks_of, find_sites, heads_of
 from clearhead.models import Decoder, EncoderDecoder
 from clearhead.models.stack import Stack
-from clearhead.serving.model_worker import Host
-from clearhead.serving.protocol import Attended, Explain
+from clearhead.serving.model_worker import ModelWorker
+from clearhead.serving.protocol import AttentionChoice, Explain
 
 MAX_TEXTS = 16
-MAX_NEW = 256  # tokens written, of each text
+MAX_NEW = 256  # tokens generated, of each text
 MAX_READ = 2048  # tokens of prompt, source and text
 MAX_WEIGHTS = 1_000_000  # numbers of attention in one answer
-STRIP = 512  # tokens of a prompt that are scored in one turn
+STRIP = 512  # tokens of a prompt that are scored in one slice
 
 Work = Generator[None, None, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Look:
-    """An attention, some of its heads, and of the tokens written those whose rows are told (None: all)."""
+class AttentionQuery:
+    """An attention, some of its heads, and the generated tokens whose rows are returned (None: all)."""
 
     site: str  # without .weights
     heads: tuple[int, ...]
@@ -48,39 +48,39 @@ class Look:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was asked for, site by site."""
+    """What an explanation contains, site by site."""
 
-    looks: tuple[Look, ...]
+    queries: tuple[AttentionQuery, ...]
     lens: bool
-    ablated: tuple[tuple[Look, str], ...]  # with how
+    ablated: tuple[tuple[AttentionQuery, str], ...]  # with "zero" or "mean"
 
 
-def make_plan(host: Host, asked: Explain | None, requests: Sequence[Request]) -> Plan | None:
-    """What is asked for, if it is there and not too much."""
+def make_plan(worker: ModelWorker, asked: Explain | None, requests: Sequence[Request]) -> Plan | None:
+    """The plan for an `explain` field, checked: its sites exist and the answer is not too large."""
     if asked is None:
         return None
-    looks: list[Look] = []
+    queries: list[AttentionQuery] = []
     for one in asked.attention:
-        told = Attended(site=one) if isinstance(one, str) else one
-        looks += _find(host, told.site, told.head, told.rows)
-    ablated = [(look, one.how) for one in asked.ablate for look in _find(host, one.site, one.head, None)]
-    _check_size(requests, looks)
-    return Plan(tuple(looks), asked.lens, tuple(ablated))
+        choice = AttentionChoice(site=one) if isinstance(one, str) else one
+        queries += _find(worker, choice.site, choice.head, choice.rows)
+    ablated = [(query, one.how) for one in asked.ablate for query in _find(worker, one.site, one.head, None)]
+    _check_size(requests, queries)
+    return Plan(tuple(queries), asked.lens, tuple(ablated))
 
 
-def _find(host: Host, pattern: str, head: Heads, rows: Sequence[int] | None) -> list[Look]:
-    """The attentions of these names; `*` matches anything."""
-    known = [site.removesuffix(".weights") for site in sites(host.model) if site.endswith(".weights")]
-    found: list[Look] = []
+def _find(worker: ModelWorker, pattern: str, head: Heads, rows: Sequence[int] | None) -> list[AttentionQuery]:
+    """The attentions whose names match; `*` matches anything."""
+    known = [site.removesuffix(".weights") for site in sites(worker.model) if site.endswith(".weights")]
+    found: list[AttentionQuery] = []
     for site in find_sites(pattern.removesuffix(".weights"), known):
         name, _, step = site.rpartition(".")
-        attention = getattr(blocks_of(host.model)[name], step)
+        attention = getattr(blocks_of(worker.model)[name], step)
         heads = heads_of(head, attention.o_proj.in_features // attention.d_head, site)
-        found.append(Look(site, heads, None if rows is None else tuple(rows)))
+        found.append(AttentionQuery(site, heads, None if rows is None else tuple(rows)))
     return found
 
 
-def _check_size(requests: Sequence[Request], looks: Sequence[Look]) -> None:
+def _check_size(requests: Sequence[Request], queries: Sequence[AttentionQuery]) -> None:
     n_texts = sum(request.n_best for request in requests)
     if n_texts > MAX_TEXTS:
         raise InputError(f"{MAX_TEXTS} texts may be explained in one request; got {n_texts}; ask for fewer")
@@ -93,10 +93,10 @@ def _check_size(requests: Sequence[Request], looks: Sequence[Look]) -> None:
                 f"of a text that is explained, {MAX_NEW} tokens may be written and {MAX_READ} read and written; got "
                 f"max_tokens={n_new}, {n_read} in all; lower max_tokens, or shorten the prompt"
             )
-        for look in looks:
-            n_rows = (source if look.site.startswith("encoder.") else n_new) if look.rows is None else len(look.rows)
-            keys = source if look.site.startswith("encoder.") or look.site.endswith(".cross") else n_read - source
-            n_weights += request.n_best * len(look.heads) * n_rows * keys
+        for query in queries:
+            n_rows = (source if query.site.startswith("encoder.") else n_new) if query.rows is None else len(query.rows)
+            keys = source if query.site.startswith("encoder.") or query.site.endswith(".cross") else n_read - source
+            n_weights += request.n_best * len(query.heads) * n_rows * keys
     if n_weights > MAX_WEIGHTS:
         raise InputError(
             f"attention of up to {n_weights:,} numbers is too much for one answer; {MAX_WEIGHTS:,} may be asked for; "
@@ -104,13 +104,13 @@ def _check_size(requests: Sequence[Request], looks: Sequence[Look]) -> None:
         )
 
 
-class Text:
-    """A prompt and what was written after it, read again as a whole."""
+class GeneratedText:
+    """A prompt and the text generated after it, to be run again as a whole."""
 
-    def __init__(self, host: Host, request: Request, written: Sequence[int]) -> None:
-        assert isinstance(host.model, Decoder | EncoderDecoder)
-        assert host.tokenizer is not None
-        self.model, self.tokenizer, self.request, self.written = host.model, host.tokenizer, request, list(written)
+    def __init__(self, worker: ModelWorker, request: Request, written: Sequence[int]) -> None:
+        assert isinstance(worker.model, Decoder | EncoderDecoder)
+        assert worker.tokenizer is not None
+        self.model, self.tokenizer, self.request, self.written = worker.model, worker.tokenizer, request, list(written)
         self.device = next(self.model.parameters()).device
         self.prompt = list(request.prompt)
         self.source: list[int] = []
@@ -125,14 +125,14 @@ class Text:
                 self.prompt = [self.model.generation.bos]
             self.stack, self.place = self.model, ""
         first = len(self.prompt) - 1
-        self.rows = slice(first, first + len(self.written))  # those that chose what was written
+        self.rows = slice(first, first + len(self.written))  # the states that chose the generated tokens
 
     def names(self, ids: Sequence[int]) -> list[str]:
         return [piece_name(self.tokenizer, id) for id in ids]
 
     @torch.no_grad()
-    def read(self) -> Float[Tensor, "n D"]:
-        """The states that chose what was written."""
+    def run(self) -> Float[Tensor, "n D"]:
+        """The states that chose the generated tokens."""
         ids = self._tensor([*self.prompt, *self.written[:-1]])
         if isinstance(self.model, EncoderDecoder):
             states = self.model.states(ids, self.model.encode(self._tensor(self.source)))
@@ -144,113 +144,115 @@ class Text:
         return torch.tensor([ids], device=self.device)
 
     @torch.no_grad()
-    def chances(self, states: Float[Tensor, "n D"]) -> Float[Tensor, "n V"]:
-        """Log-probabilities of what comes next."""
+    def log_probs(self, states: Float[Tensor, "n D"]) -> Float[Tensor, "n V"]:
+        """Log-probabilities of the next token."""
         logits = self.model.project(states[None])[0]
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
     def scores(self, states: Float[Tensor, "n D"]) -> list[float]:
-        """Log-probabilities of what was written."""
+        """Log-probabilities of the generated tokens."""
         chosen = torch.tensor(self.written, device=self.device)[:, None]
-        return self.chances(states).gather(1, chosen)[:, 0].tolist()
+        return self.log_probs(states).gather(1, chosen)[:, 0].tolist()
 
 
-def explain(host: Host, plan: Plan, request: Request, written: Sequence[int], stops: list[str], rank: int = 0) -> Work:
-    """What the plan asks of one text; of a search, the one that came `rank`th."""
-    text = Text(host, request, written)
-    told: dict[str, Any] = {"tokens": {"prompt": text.names(text.prompt), "written": text.names(text.written)}}
+def explain(
+    worker: ModelWorker, plan: Plan, request: Request, written: Sequence[int], stops: list[str], rank: int = 0
+) -> Work:
+    """The explanation of one text; of a beam search, the text with this rank."""
+    text = GeneratedText(worker, request, written)
+    answer: dict[str, Any] = {"tokens": {"prompt": text.names(text.prompt), "written": text.names(text.written)}}
     if text.source:
-        told["tokens"]["source"] = text.names(text.source)
-    layers = [site for site in sites(text.model) if site == f"{text.place}embedding" or site.endswith(".residual")]
-    layers = [site for site in layers if site.startswith(text.place)]
+        answer["tokens"]["source"] = text.names(text.source)
     if not text.written:
-        return told
+        return answer
+    layers = [f"{text.place}embedding", *(f"{text.place}blocks.{n}.residual" for n in range(len(text.stack.blocks)))]
     with ExitStack() as attached:
 
-        def see(*names: str, **kept: Any) -> Seen:
+        def record(*names: str, **kept: Any) -> Seen:
             return attached.enter_context(probe(text.model, *names, **kept))
 
-        in_text: dict[str, Any] = dict(rows=text.rows)
-        looks = [
-            see(f"{look.site}.weights", head=look.heads, **({} if look.site.startswith("encoder.") else in_text))
-            for look in plan.looks
+        generated: dict[str, Any] = dict(rows=text.rows)
+        attention = [
+            record(f"{each.site}.weights", head=each.heads, **({} if each.site.startswith("encoder.") else generated))
+            for each in plan.queries
         ]
-        stream = see(*layers, **in_text) if plan.lens else Seen()
-        means = {look.site: see(f"{look.site}.out") for look, how in plan.ablated if how == "mean"}
-        states = text.read()
-    if plan.looks:
-        told["attention"] = [_rows(text, look, seen) for look, seen in zip(plan.looks, looks, strict=True)]
+        stream = record(*layers, **generated) if plan.lens else Seen()
+        outputs = {each.site: record(f"{each.site}.out") for each, how in plan.ablated if how == "mean"}
+        states = text.run()
+    if plan.queries:
+        answer["attention"] = [_rows(text, each, seen) for each, seen in zip(plan.queries, attention, strict=True)]
     if plan.lens:
-        told["lens"] = []
+        answer["lens"] = []
         for site in layers:
             yield
-            told["lens"].append({"site": site, **_lens(text, stream[site][0])})
+            answer["lens"].append({"site": site, **_lens(text, stream[site][0])})
     if plan.ablated:
         yield
         changes = [
-            mean(f"{look.site}.out", means[look.site][f"{look.site}.out"], head=look.heads)
+            mean(f"{each.site}.out", outputs[each.site][f"{each.site}.out"], head=each.heads)
             if how == "mean"
-            else zero(f"{look.site}.out", head=look.heads)
-            for look, how in plan.ablated
+            else zero(f"{each.site}.out", head=each.heads)
+            for each, how in plan.ablated
         ]
-        told["ablate"] = yield from _ablate(text, states, changes, stops, rank)
-    return told
+        answer["ablate"] = yield from _ablate(text, states, changes, stops, rank)
+    return answer
 
 
-def _rows(text: Text, look: Look, seen: Seen) -> dict[str, Any]:
-    weights = seen[f"{look.site}.weights"][0]
+def _rows(text: GeneratedText, query: AttentionQuery, seen: Seen) -> dict[str, Any]:
+    """The weights of a query's heads and rows; rows of a causal attention end at their own token."""
+    weights = seen[f"{query.site}.weights"][0]
     n = weights.shape[1]
-    rows = list(range(n)) if look.rows is None else [row % n for row in look.rows if -n <= row < n]
-    told: list[list[list[float]]] = weights[:, rows].double().round(decimals=6).tolist()
-    if not look.site.startswith("encoder.") and not look.site.endswith(".cross"):  # what comes later has no weight
+    rows = list(range(n)) if query.rows is None else [row % n for row in query.rows if -n <= row < n]
+    listed: list[list[list[float]]] = weights[:, rows].double().round(decimals=6).tolist()
+    if not query.site.startswith("encoder.") and not query.site.endswith(".cross"):
         ends = [len(text.prompt) + row for row in rows]
-        told = [[row[:end] for row, end in zip(head, ends, strict=True)] for head in told]
-    return {"site": f"{look.site}.weights", "heads": list(look.heads), "rows": rows, "weights": told}
+        listed = [[row[:end] for row, end in zip(head, ends, strict=True)] for head in listed]
+    return {"site": f"{query.site}.weights", "heads": list(query.heads), "rows": rows, "weights": listed}
 
 
 @torch.no_grad()
-def _lens(text: Text, stream: Float[Tensor, "n D"]) -> dict[str, Any]:
-    """What the head makes of a layer's stream: the likeliest next token, and the chance of the one that was written."""
-    chances = text.chances(text.stack.norm(stream)).exp()
-    best = chances.max(-1)
-    written = chances.gather(1, torch.tensor(text.written, device=text.device)[:, None])[:, 0]
+def _lens(text: GeneratedText, stream: Float[Tensor, "n D"]) -> dict[str, Any]:
+    """The head applied to a layer's stream: the likeliest next token, and the probability of the generated one."""
+    probs = text.log_probs(text.stack.norm(stream)).exp()
+    best = probs.max(-1)
+    written = probs.gather(1, torch.tensor(text.written, device=text.device)[:, None])[:, 0]
     numbers = {"probabilities": best.values.tolist(), "written": written.tolist()}
     return {"tokens": text.names(best.indices.tolist()), **numbers}
 
 
-def _ablate(text: Text, states: Tensor, changes: list[Intervention], stops: list[str], rank: int) -> Work:
-    """The text that the same request gets without these heads, and what the plain one is worth without them."""
+def _ablate(text: GeneratedText, states: Tensor, changes: list[Intervention], stops: list[str], rank: int) -> Work:
+    """The text that the same request gets without these heads, and the log-probability of the original text without them."""
     plain = text.scores(states)
     with intervene(text.model, *changes):
-        other = text.scores(text.read())
-    told: dict[str, Any] = {"logprob": sum(plain), "ablated_logprob": sum(other)}
-    told |= {"token_logprobs": plain, "ablated_token_logprobs": other}
+        ablated = text.scores(text.run())
+    scores: dict[str, Any] = {"logprob": sum(plain), "ablated_logprob": sum(ablated)}
+    scores |= {"token_logprobs": plain, "ablated_token_logprobs": ablated}
     yield
     engine = make_engine(text.model, [text.request])
-    engine.is_gpu = False  # without asking ahead, each step calls the model, as `intervene` expects
+    engine.is_gpu = False  # no steps ahead: each step calls the model, as `intervene` expects
     ticket = engine.submit(text.request)
     stream = stream_of(text.request, text.tokenizer, stops)
-    said, ids = "", list[int]()
+    new_text, ids = "", list[int]()
     while not ticket.is_done and stream.stop is None:
         with intervene(text.model, *changes):
-            news = engine.step()
-        for _, token in news:
+            new_tokens = engine.step()
+        for _, token in new_tokens:
             if token is not None and stream.stop is None:
                 ids.append(token.id)
-                said += stream.push(token.id)
+                new_text += stream.push(token.id)
         yield
     if text.source and ticket.hypotheses:
         ids = ticket.hypotheses[min(rank, len(ticket.hypotheses) - 1)].tokens
-        said = text.tokenizer.decode(ids)
+        new_text = text.tokenizer.decode(ids)
     else:
-        said += stream.finish()
+        new_text += stream.finish()
     reason = {"length": "length", "failed": "error"}.get(str(ticket.reason), "stop")
-    return {"text": said, "tokens": text.names(ids), "finish_reason": reason, **told}
+    return {"text": new_text, "tokens": text.names(ids), "finish_reason": reason, **scores}
 
 
-def score_prompt(host: Host, prompt: Sequence[int], alternatives: int) -> Generator[None, None, list[Token]]:
-    """Each token of a prompt with its log-probability after those before it. The first has none."""
-    model = host.model
+def score_prompt(worker: ModelWorker, prompt: Sequence[int], alternatives: int) -> Generator[None, None, list[Token]]:
+    """Each token of a prompt with its log-probability given the tokens before it. The first has none."""
+    model = worker.model
     assert isinstance(model, Decoder)
     if not prompt:
         return []
@@ -262,9 +264,9 @@ def score_prompt(host: Host, prompt: Sequence[int], alternatives: int) -> Genera
         ids, after = prompt[start : start + STRIP], prompt[start + 1 : start + 1 + STRIP]
         with torch.no_grad():
             logits = model(torch.tensor([ids], device=device), cache=cache)[0, : len(after)]
-            chances = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-            scores = chances.gather(1, torch.tensor(after, device=device)[:, None])[:, 0].tolist()
-            best = chances.topk(alternatives)
+            log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+            scores = log_probs.gather(1, torch.tensor(after, device=device)[:, None])[:, 0].tolist()
+            best = log_probs.topk(alternatives)
         others = [
             tuple(zip(*each, strict=True)) for each in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]

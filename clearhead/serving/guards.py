@@ -1,4 +1,4 @@
-"""Who may ask, and how much. Each guard stands in front of every route, and says no in OpenAI's form."""
+"""The guard in front of every route: host names, keys, sizes and numbers of requests. Refusals are in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -15,38 +15,42 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
-PATIENCE = 5.0  # seconds for an answer that says no to be read
+PATIENCE = 5.0  # seconds for a client to read a refusal
 STOPPING = "the server is shutting down"
-OPEN = ("/healthz", "/readyz", "/")  # a prober has no key, and a browser none before it has the page
-PAGE = "/page/"  # its files
+OPEN = (
+    "/healthz",
+    "/readyz",
+    "/",
+)  # without a key: health probes have none, and a browser none before the page is loaded
+PAGE = "/page/"  # the page's files, also without a key
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much one client may ask for."""
+    """The limits for one client."""
 
     body: int = 8_000_000  # bytes
     sound: int = 32_000_000  # bytes of an uploaded file
     streams: int = 512  # requests at once under one key
     seconds: float = 600.0  # for one request
-    hosts: tuple[str, ...] = ()  # names under which the server may be asked, besides local ones
+    hosts: tuple[str, ...] = ()  # names of the server that are allowed in Host and Origin, besides local ones
     keys: tuple[str, ...] = field(default=(), repr=False)
 
 
 def error(status: int, message: str, kind: str = "invalid_request_error", **more: Any) -> tuple[int, dict[str, Any]]:
-    """An answer that says no."""
+    """The status and body of a refusal."""
     body = {"message": message, "type": kind, "param": None, "code": None, **more}
     return status, {"error": {name: said and _one_line(said) for name, said in body.items()}}
 
 
 def _one_line(text: str) -> str:
-    """What a client sent may be quoted in it, with anything in it: half a surrogate pair can not be sent back."""
+    """The text on one line, printable. It may quote what a client sent, such as half a surrogate pair, which can not be encoded."""
     printable = "".join(each if each.isprintable() else " " for each in text[:2000])
     return " ".join(printable.split())[:1000]
 
 
 class Guard:
-    """Host and Origin, key, size of the body, requests at once."""
+    """Middleware that checks Host and Origin, the key, the size of the body, and the number of requests at once."""
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
         self.app, self.limits, self.open = app, limits, Counter[str]()
@@ -64,8 +68,8 @@ class Guard:
             return
         key = _given_key(headers) if self.limits.keys else ""
         if self.open[key] >= self.limits.streams:
-            said = f"{self.limits.streams} requests at once are the limit; wait for one to end"
-            await answer(send, *error(429, said, "rate_limit_error"))
+            message = f"{self.limits.streams} requests at once are the limit; wait for one to end"
+            await answer(send, *error(429, message, "rate_limit_error"))
             return
         self.open[key] += 1
         has_begun = False
@@ -76,7 +80,7 @@ class Guard:
             await send(message)
 
         try:
-            # A client that sends or reads too slowly must go at last. Routes have the shorter limit, and say more.
+            # Ends clients that send or read too slowly. Routes have a shorter limit and a better message.
             work = self.app(scope, self._counted(receive, path), watched)
             await asyncio.wait_for(work, self.limits.seconds + PATIENCE)
         except asyncio.TimeoutError:
@@ -88,7 +92,7 @@ class Guard:
                 del self.open[key]
 
     def _refuse(self, headers: Headers, path: str) -> tuple[int, dict[str, Any]] | None:
-        # A page of another site must not reach a server on this machine, whatever name it resolved to it.
+        # A page of another site must not reach this server, even if its name resolves to this machine (DNS rebinding).
         if not self._is_ours(headers.get("host", "")):
             return error(421, "this server is not known under that name; see --allow-host")
         origin = headers.get("origin")
@@ -96,7 +100,7 @@ class Guard:
             return error(403, "pages of other sites may not ask this server", "permission_error")
         if self.limits.keys and path not in OPEN and not path.startswith(PAGE):
             given = _given_key(headers).encode()
-            # All are compared, and each in constant time: neither which nor how much of one fits can be measured.
+            # All keys are compared, each in constant time, so that timing tells nothing about them.
             fits = [hmac.compare_digest(given, key.encode()) for key in self.limits.keys]
             if not any(fits):
                 return error(401, "a valid API key is needed: Authorization: Bearer ...", code="invalid_api_key")

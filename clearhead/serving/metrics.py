@@ -1,4 +1,4 @@
-"""What is counted, for Prometheus. Nothing here holds a text, a key or a name that a client chose."""
+"""Metrics for Prometheus. Nothing here holds a text, a key or a name chosen by a client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 if TYPE_CHECKING:
-    from clearhead.serving.model_worker import Host
+    from clearhead.serving.model_worker import ModelWorker
 
 log = logging.getLogger("clearhead.serving")
 
@@ -21,9 +21,9 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 
 
 class Metrics:
-    """Counters of one server."""
+    """The counters of one server."""
 
-    def __init__(self, hosts: Mapping[str, Host]) -> None:
+    def __init__(self, workers: Mapping[str, ModelWorker]) -> None:
         self.registry = CollectorRegistry()
         registry = self.registry
         self.requests = Counter("clearhead_requests", "Requests answered", ["route", "status"], registry=registry)
@@ -31,8 +31,8 @@ class Metrics:
         self.new_tokens = Counter("clearhead_new_tokens", "Tokens written", ["model"], registry=registry)
         wait = "Seconds that a request waited until it was let in"
         self.wait = Histogram("clearhead_wait_seconds", wait, ["model"], buckets=SECONDS, registry=registry)
-        for name, host in hosts.items():
-            host.tell_wait = self.wait.labels(name).observe
+        for name, worker in workers.items():
+            worker.on_wait = self.wait.labels(name).observe
         first = "Seconds from a request to its first token"
         self.first_token = Histogram(
             "clearhead_first_token_seconds", first, ["model"], buckets=SECONDS, registry=registry
@@ -43,22 +43,22 @@ class Metrics:
         )
         whole = "Seconds from a request to the end of its answer"
         self.whole = Histogram("clearhead_request_seconds", whole, ["route"], buckets=SECONDS, registry=registry)
-        self.registry.register(Engines(hosts))
+        self.registry.register(Engines(workers))
 
 
 class Engines(Collector):
-    """How busy each engine is, looked at when asked."""
+    """How busy each engine is, read when Prometheus asks."""
 
-    def __init__(self, hosts: Mapping[str, Host]) -> None:
-        self.hosts = hosts
+    def __init__(self, workers: Mapping[str, ModelWorker]) -> None:
+        self.workers = workers
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         waiting = GaugeMetricFamily("clearhead_waiting", "Requests not let in yet", labels=["model"])
         running = GaugeMetricFamily("clearhead_running", "Requests being written", labels=["model"])
         steps = GaugeMetricFamily("clearhead_steps", "Steps that the engine has taken", labels=["model"])
         held = GaugeMetricFamily("clearhead_kv_share", "Share of the blocks of memory that are held", labels=["model"])
-        for name, host in self.hosts.items():
-            if (engine := host.engine) is not None:
+        for name, worker in self.workers.items():
+            if (engine := worker.engine) is not None:
                 waiting.add_metric([name], len(engine.waiting))
                 running.add_metric([name], len(engine.running) + len(engine.reading))
                 steps.add_metric([name], engine.n_steps)
@@ -67,7 +67,7 @@ class Engines(Collector):
 
 
 class Count:
-    """Each request and how long its whole answer took; one line of the log each, with neither texts nor who asked."""
+    """Middleware that counts and times each request and logs one line, without texts, keys or addresses."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app, self.metrics = app, metrics
@@ -78,14 +78,14 @@ class Count:
             return
         began, status, is_whole = time.perf_counter(), 0, False
 
-        async def seen(message: Message) -> None:
+        async def watched(message: Message) -> None:
             nonlocal status, is_whole
             status = message.get("status", status)
             is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
         try:
-            await self.app(scope, receive, seen)
+            await self.app(scope, receive, watched)
         finally:
             route = getattr(scope.get("route"), "path", "unknown")
             seconds = time.perf_counter() - began

@@ -1,8 +1,9 @@
-"""A model, its tokenizer, and the thread that steps its engine for many clients at once."""
+"""A model worker: a model, its tokenizer, and the thread that steps its engine for many clients at once."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -23,96 +24,97 @@ from clearhead.serving.guards import STOPPING
 
 log = logging.getLogger("clearhead.serving")
 
-MAX_WAITING = 1024  # requests that the engine has not let in yet
+MAX_WAITING = 1024  # requests that the engine has not started yet
 
 T = TypeVar("T")
 
 
 class FullError(Exception):
-    """So many wait already that another would wait too long."""
+    """The queue is full."""
 
 
 class BrokenError(Exception):
-    """The engine failed or is stopping; what it was writing is lost."""
+    """The engine failed or is stopping; the texts in progress are lost."""
 
 
-class Line:
-    """One request's tokens on their way from the engine's thread to its reader's loop."""
+class TokenChannel:
+    """Carries one request's tokens from the engine's thread to the event loop of its reader."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.began = time.perf_counter()
-        self.ticket: Ticket | None = None  # known to the engine's thread first
+        self.ticket: Ticket | None = None  # set by the engine's thread
         self.loop = asyncio.get_running_loop()
         self.accepted: asyncio.Future[Ticket] = self.loop.create_future()
-        self.come: list[Token | BaseException | None] = []  # at most max_new_tokens; None: it is over
+        self.arrived: list[Token | BaseException | None] = []  # at most max_new_tokens; None marks the end
         self.wait: asyncio.Future[None] | None = None
 
     def put(self, token: Token | BaseException | None) -> None:
-        self.come.append(token)
+        self.arrived.append(token)
         if self.wait is not None and not self.wait.done():
             self.wait.set_result(None)
 
     def expire(self) -> None:
-        _answer(self.accepted, asyncio.TimeoutError())
+        _set(self.accepted, asyncio.TimeoutError())
         self.put(asyncio.TimeoutError())
 
     async def take(self) -> list[Token | BaseException | None]:
-        """All that has come, at least one: a reader who is behind catches up at once."""
-        if not self.come:
+        """Everything that has arrived, at least one item, so that a slow reader catches up at once."""
+        if not self.arrived:
             self.wait = self.loop.create_future()
             await self.wait
-        come, self.come = self.come, []
-        return come
+        arrived, self.arrived = self.arrived, []
+        return arrived
 
-    def tell(self, what: Callable[..., object], *given: Any) -> None:
+    def call(self, function: Callable[..., object], *args: Any) -> None:
+        """Call a function in the reader's loop, from the engine's thread."""
         if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(what, *given)
+            self.loop.call_soon_threadsafe(function, *args)
 
 
-Delivery = tuple[Line, Token | BaseException | None]
+Delivery = tuple[TokenChannel, Token | BaseException | None]
 
 
-class Turn:
-    """Work that is done in the engine's thread a piece at a time."""
+class SlicedJob:
+    """Work for the engine's thread, done up to one `yield` at a time."""
 
     def __init__(self, work: Generator[None, None, Any]) -> None:
         self.work, self.loop = work, asyncio.get_running_loop()
-        self.answer: asyncio.Future[Any] = self.loop.create_future()
+        self.result: asyncio.Future[Any] = self.loop.create_future()
 
-    def tell(self, answer: Any) -> None:
+    def finish(self, result: Any) -> None:
         self.work.close()
         if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(_answer, self.answer, answer)
+            self.loop.call_soon_threadsafe(_set, self.result, result)
 
 
-class Host:
-    """A model under a name. Those that write have an engine and its thread; an encoder computes in a thread of its own."""
+class ModelWorker:
+    """A model under a name. A model that generates has an engine and its thread; an encoder runs in a thread per request."""
 
     def __init__(
         self, name: str, model: Model, tokenizer: Tokenizer | None, *, place: Path | None = None, **engine: Any
     ):
         self.name, self.model, self.tokenizer, self.place = name, model.eval(), tokenizer, place
         self.created = int(time.time())
-        self.alone = asyncio.Lock()  # an encoder computes one batch at a time
+        self.lock = asyncio.Lock()  # a model without an engine computes one request at a time
         self.engine: Engine | None = None
         self.is_stopping = False
-        self.tell_wait: Callable[[float], object] = lambda seconds: None  # how long a request waited to be let in
+        self.on_wait: Callable[[float], object] = lambda seconds: None  # called with the seconds a request was queued
         self._make: Callable[[], Engine] | None = None
         if isinstance(model, Decoder | EncoderDecoder):
             writer = model
             self._make = lambda: Engine(writer, **engine)
             self.engine = self._make()
             self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-            self._lines: dict[int, Line] = {}
-            self._queued: deque[Line] = deque()  # as the engine's `waiting`
-            self._turns: deque[Turn] = deque()
+            self._channels: dict[int, TokenChannel] = {}
+            self._queued: deque[TokenChannel] = deque()  # in the order of the engine's `waiting`
+            self._jobs: deque[SlicedJob] = deque()
             self._thread = threading.Thread(target=self._run, name=f"engine of {name}", daemon=True)
             self._thread.start()
 
     @property
     def kind(self) -> str:
-        """What it is for: "decoder", "translator", "scribe", "encoder", or "pictures", which are only explored."""
+        """What the model does: "decoder", "translator", "scribe", "encoder", or "pictures" (for the explorer only)."""
         if isinstance(self.model, EncoderDecoder):
             return "scribe" if self.model.config.inputs == "frames" else "translator"
         if not isinstance(self.model, Encoder):
@@ -123,54 +125,62 @@ class Host:
     def is_healthy(self) -> bool:
         return self._make is None or self._thread.is_alive()
 
-    async def write(self, request: Request, seconds: float = 1e6) -> AsyncGenerator[list[Token] | Ticket, None]:
-        """Tokens as they come, then the ticket. Closed early, cancelled or late, it cancels the request."""
+    async def generate(self, request: Request, seconds: float = 1e6) -> AsyncGenerator[list[Token] | Ticket, None]:
+        """Tokens as they are generated, then the ticket. If closed early, cancelled or late, the request is cancelled."""
         self._check_open()
-        line = Line(request)
-        clock = line.loop.call_later(seconds, line.expire)
-        self._orders.put(lambda: self._submit(line))
+        channel = TokenChannel(request)
+        timer = channel.loop.call_later(seconds, channel.expire)
+        self._orders.put(lambda: self._submit(channel))
         try:
-            ticket = await line.accepted
+            ticket = await channel.accepted
             is_over = False
             while not is_over:
-                come = await line.take()
-                if tokens := [token for token in come if isinstance(token, Token)]:
+                arrived = await channel.take()
+                if tokens := [token for token in arrived if isinstance(token, Token)]:
                     yield tokens
-                if isinstance(come[-1], BaseException):
-                    raise come[-1]
-                is_over = come[-1] is None
+                if isinstance(arrived[-1], BaseException):
+                    raise arrived[-1]
+                is_over = arrived[-1] is None
             yield ticket
         finally:
-            clock.cancel()
-            self._orders.put(lambda: self._forget(line))
+            timer.cancel()
+            self._orders.put(lambda: self._forget(channel))
+
+    async def finish(self, request: Request, seconds: float) -> Ticket:
+        """The ticket of a request when it is done."""
+        async with contextlib.aclosing(self.generate(request, seconds)) as source:
+            async for arrived in source:
+                if isinstance(arrived, Ticket):
+                    return arrived
+        raise BrokenError("the engine ended without an answer")
 
     def _check_open(self) -> None:
         if self.is_stopping or not self.is_healthy:
             raise BrokenError(STOPPING)
 
-    async def in_turns(self, work: Generator[None, None, T]) -> T:
-        """What `work` returns, run in the engine's thread up to each of its yields, with a step for everybody else between.
+    async def run_sliced(self, work: Generator[None, None, T]) -> T:
+        """What `work` returns. It runs in the engine's thread, and the engine makes a step at each of its yields.
 
-        One such work after the other: what it holds in memory is there once. Where nobody waits any more it is dropped.
+        Jobs run one after the other, so only one holds memory. A job whose caller has gone is dropped.
         """
         self._check_open()
-        if len(self._turns) >= MAX_WAITING:
+        if len(self._jobs) >= MAX_WAITING:
             raise FullError(f"{MAX_WAITING} requests wait to look inside; try again later")
-        turn = Turn(work)
-        self._orders.put(lambda: self._turns.append(turn))
-        return await turn.answer
+        job = SlicedJob(work)
+        self._orders.put(lambda: self._jobs.append(job))
+        return await job.result
 
-    async def between_steps(self, work: Callable[[], Any]) -> Any:
-        """What `work` gives, in the engine's thread: a probe there sees its own pass alone, and not another's."""
+    async def run_between_steps(self, work: Callable[[], Any]) -> Any:
+        """What `work` returns. It runs in the engine's thread, so that a probe records no pass but its own."""
 
         def once() -> Generator[None, None, Any]:
             return work()
-            yield  # a generator of one turn
+            yield  # makes this a generator
 
-        return await self.in_turns(once())
+        return await self.run_sliced(once())
 
     def stop(self) -> None:
-        """Refuse what comes, and tell whoever still waits. Called where `write` is, so that no order comes after the last."""
+        """Refuse new requests and fail those in progress. Must be called in the loop of `generate`: None is the last order."""
         if self._make is not None and not self.is_stopping:
             self.is_stopping = True
             self._orders.put(None)
@@ -185,7 +195,7 @@ class Host:
     def _run(self) -> None:
         while self.engine is not None:
             try:
-                order = self._orders.get(block=not (self.engine.is_busy or self._turns))
+                order = self._orders.get(block=not (self.engine.is_busy or self._jobs))
             except queue.Empty:
                 order = self._step
             if order is None:
@@ -193,15 +203,15 @@ class Host:
                 return
             try:
                 order()
-            except Exception as error:  # of the model or the machine: whoever was in the batch must hear of it
+            except Exception as error:  # in the model or the machine: every request of the batch must be told
                 log.exception("the engine of %s failed", self.name)
                 self._fail(BrokenError(f"the engine failed ({type(error).__name__}); the request may be repeated"))
-                self._renew()
+                self._replace_engine()
 
-    def _renew(self) -> None:
-        """An engine in place of one that failed. Without one the thread ends, and the server says that it is not ready."""
+    def _replace_engine(self) -> None:
+        """Make a new engine after one that failed. If that fails too, the thread ends and the server is not ready."""
         assert self._make is not None
-        self.engine = None  # its memory first
+        self.engine = None  # frees its memory first
         try:
             self.engine = self._make()
         except Exception:
@@ -215,80 +225,80 @@ class Host:
     def _step(self) -> None:
         assert self.engine is not None
         if self.engine.is_busy:
-            self._write(self.engine)
-        if self._turns:
-            self._take_turn(self._turns[0])
+            self._engine_step(self.engine)
+        if self._jobs:
+            self._job_step(self._jobs[0])
 
-    def _take_turn(self, turn: Turn) -> None:
+    def _job_step(self, job: SlicedJob) -> None:
         try:
-            if turn.answer.done():  # nobody waits for it any more
+            if job.result.done():  # its caller has gone
                 raise StopIteration
-            next(turn.work)
+            next(job.work)
         except StopIteration as end:
-            self._turns.popleft().tell(end.value)
+            self._jobs.popleft().finish(end.value)
         except Exception as error:
-            self._turns.popleft().tell(error)
+            self._jobs.popleft().finish(error)
 
-    def _write(self, engine: Engine) -> None:
-        news: list[Delivery] = []
-        began, told = time.perf_counter(), engine.step()
+    def _engine_step(self, engine: Engine) -> None:
+        deliveries: list[Delivery] = []
+        began, new_tokens = time.perf_counter(), engine.step()
         while len(self._queued) > len(engine.waiting):
-            self.tell_wait(began - self._queued.popleft().began)
-        for ticket, token in told:
-            line = self._lines.get(id(ticket))
-            if line is not None:
-                news.append((line, ticket.error if token is None and ticket.error else token))
+            self.on_wait(began - self._queued.popleft().began)
+        for ticket, token in new_tokens:
+            channel = self._channels.get(id(ticket))
+            if channel is not None:
+                deliveries.append((channel, ticket.error if token is None and ticket.error else token))
                 if token is None:
-                    del self._lines[id(ticket)]
-        if news:  # all of a step at once: waking the loop costs more than what it is told
-            news[0][0].tell(_deliver, news)
+                    del self._channels[id(ticket)]
+        if deliveries:  # one call for the whole step: waking the loop costs more than the deliveries
+            deliveries[0][0].call(_deliver, deliveries)
 
-    def _submit(self, line: Line) -> None:
+    def _submit(self, channel: TokenChannel) -> None:
         try:
             if self.engine is None:
                 raise BrokenError(STOPPING)
             if len(self.engine.waiting) >= MAX_WAITING:
                 raise FullError(f"{MAX_WAITING} requests wait already; try again later")
-            line.ticket = self.engine.submit(line.request)
-        except Exception as error:  # this request's alone: nothing was changed yet
-            line.tell(_answer, line.accepted, error)
+            channel.ticket = self.engine.submit(channel.request)
+        except Exception as error:  # concerns this request only: the engine is unchanged
+            channel.call(_set, channel.accepted, error)
             return
-        self._lines[id(line.ticket)] = line
-        self._queued.append(line)
-        line.tell(_answer, line.accepted, line.ticket)
+        self._channels[id(channel.ticket)] = channel
+        self._queued.append(channel)
+        channel.call(_set, channel.accepted, channel.ticket)
 
-    def _forget(self, line: Line) -> None:
-        if line.ticket is not None:
-            self._lines.pop(id(line.ticket), None)
-            if self.engine is not None and not line.ticket.is_done:
-                self.engine.cancel(line.ticket)
-                if line in self._queued:
-                    self._queued.remove(line)
-                    self.engine.waiting = deque(each for each in self.engine.waiting if each[0] is not line.ticket)
+    def _forget(self, channel: TokenChannel) -> None:
+        if channel.ticket is not None:
+            self._channels.pop(id(channel.ticket), None)
+            if self.engine is not None and not channel.ticket.is_done:
+                self.engine.cancel(channel.ticket)
+                if channel in self._queued:
+                    self._queued.remove(channel)
+                    self.engine.waiting = deque(each for each in self.engine.waiting if each[0] is not channel.ticket)
 
     def _fail(self, error: Exception) -> None:
-        for line in self._lines.values():
-            line.tell(line.put, error)
-        for turn in self._turns:
-            turn.tell(error)
-        for held in (self._lines, self._queued, self._turns):
+        for channel in self._channels.values():
+            channel.call(channel.put, error)
+        for job in self._jobs:
+            job.finish(error)
+        for held in (self._channels, self._queued, self._jobs):
             held.clear()
 
 
-def _deliver(news: list[Delivery]) -> None:
-    for line, token in news:
-        line.put(token)
+def _deliver(deliveries: list[Delivery]) -> None:
+    for channel, token in deliveries:
+        channel.put(token)
 
 
-def _answer(future: asyncio.Future[Any], answer: Any) -> None:
+def _set(future: asyncio.Future[Any], result: Any) -> None:
     if not future.done():  # its reader may have gone
-        if isinstance(answer, Exception):
-            future.set_exception(answer)
+        if isinstance(result, Exception):
+            future.set_exception(result)
         else:
-            future.set_result(answer)
+            future.set_result(result)
 
 
-def open_host(place: Path, name: str, *, device: str, quantize: str | None = None, **engine: Any) -> Host:
-    """The model at `place`, ready to serve."""
+def load_worker(place: Path, name: str, *, device: str, quantize: str | None = None, **engine: Any) -> ModelWorker:
+    """A worker for the model at `place`."""
     model = load(place, device=device, quantize=quantize, dtype=torch.float32 if device == "cpu" else None)
-    return Host(name, model, tokenizer_of(place, model), place=place, **engine)
+    return ModelWorker(name, model, tokenizer_of(place, model), place=place, **engine)

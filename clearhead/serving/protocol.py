@@ -1,4 +1,4 @@
-"""What a client may ask, field by field, with a limit on each. Unknown fields are ignored, as OpenAI's API does."""
+"""The bodies of requests, with a limit on each field. Unknown fields are ignored, as OpenAI's API does."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Row = Annotated[int, Field(ge=-1_000_000, le=1_000_000)]
 Site = Annotated[str, Field(min_length=1, max_length=200)]
 
 
-class Attended(BaseModel):
-    """Whose attention is asked for: sites by name, of them heads, and rows by the number of the token written."""
+class AttentionChoice(BaseModel):
+    """The attention to return: sites by name, some of their heads, and rows by the number of the generated token."""
 
     site: Site
     head: Heads | None = None
@@ -38,7 +38,7 @@ class Attended(BaseModel):
 
 
 class Ablation(BaseModel):
-    """Heads that are taken out: nothing in their place, or their mean over the prompt and the text."""
+    """Heads whose output is replaced by zeros, or by their mean over the prompt and the text."""
 
     site: Site
     head: Heads | None = None
@@ -46,15 +46,15 @@ class Ablation(BaseModel):
 
 
 class Explain(BaseModel):
-    """What is told of a text besides the text."""
+    """The explanation to return with a text."""
 
-    attention: Annotated[list[Site | Attended], Field(max_length=100)] = []
+    attention: Annotated[list[Site | AttentionChoice], Field(max_length=100)] = []
     lens: bool = False
     ablate: Annotated[list[Ablation], Field(max_length=100)] = []
 
 
-class Writing(BaseModel):
-    """What completions and chat share."""
+class TextBody(BaseModel):
+    """The fields that completions and chat share."""
 
     model: str = ""
     stream: bool = False
@@ -90,20 +90,20 @@ class Writing(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
 
-class Completion(Writing):
+class Completion(TextBody):
     prompt: (
         Text
         | Ids
         | Annotated[list[Text], Field(max_length=MAX_TEXTS)]
         | Annotated[list[Ids], Field(max_length=MAX_TEXTS)]
     )
-    max_tokens: int = Field(16, ge=0)  # 0 with echo: the prompt is told, and nothing written
+    max_tokens: int = Field(16, ge=0)  # 0 with echo: the prompt is returned, and nothing is generated
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or several, each a text or ids."""
+        """The prompts, each a text or a list of ids."""
         given: Any = self.prompt
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             return [given]
@@ -117,7 +117,7 @@ class Message(BaseModel):
 
     @property
     def text(self) -> str:
-        """The content as text; parts that are no text are refused."""
+        """The content as text; other parts are refused."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         texts = [part.get("text") for part in self.content if part.get("type") == "text"]
@@ -137,7 +137,7 @@ class ResponseFormat(BaseModel):
     json_schema: JsonSchema | None = None
 
 
-class Chat(Writing):
+class Chat(TextBody):
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)

@@ -1,4 +1,4 @@
-"""The server's life: told to end, it lets requests finish for a while, then tells those that have not."""
+"""The server process: when it is asked to stop, requests have some time to finish; the rest end with an error."""
 
 from __future__ import annotations
 
@@ -13,20 +13,25 @@ import uvicorn
 import uvicorn.config
 from fastapi import FastAPI
 
-from clearhead.serving.model_worker import Host
+from clearhead.serving.model_worker import ModelWorker
 
-LAST_WORDS = 5  # seconds in which answers that say no are read
-LATE = 0.5  # seconds in which whoever is connected and asks only now hears a no
+REFUSAL_SECONDS = 5  # for clients to read the errors at the end
+LATE_SECONDS = 0.5  # in which requests on open connections still get a 503
 
 
 class Server(uvicorn.Server):
-    """Uvicorn alone would cut streams off without a word when their time is over."""
+    """Uvicorn, but streams that are still open at the end get an error; uvicorn itself would just cut them off."""
 
     def __init__(
-        self, app: FastAPI, config: uvicorn.Config, hosts: Iterable[Host], grace: float, ready: Callable[[int], object]
+        self,
+        app: FastAPI,
+        config: uvicorn.Config,
+        workers: Iterable[ModelWorker],
+        grace: float,
+        ready: Callable[[int], object],
     ) -> None:
         super().__init__(config)
-        self.app, self.hosts, self.grace, self.ready = app, list(hosts), grace, ready
+        self.app, self.workers, self.grace, self.ready = app, list(workers), grace, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -34,35 +39,35 @@ class Server(uvicorn.Server):
             self.ready(self.servers[0].sockets[0].getsockname()[1])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.app.state.is_ending = True  # from now on the guard says no
+        self.app.state.is_ending = True  # the guard refuses requests from now on
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.app.state.is_ending = True
         loop = asyncio.get_running_loop()
-        for host in self.hosts:
-            loop.call_later(self.grace, host.stop)
+        for worker in self.workers:
+            loop.call_later(self.grace, worker.stop)
         for server in self.servers:
             server.close()
         if self.server_state.connections:
-            await asyncio.sleep(LATE)
+            await asyncio.sleep(LATE_SECONDS)
         await super().shutdown(sockets)
 
 
 def run_app(
     app: FastAPI,
-    hosts: Iterable[Host],
+    workers: Iterable[ModelWorker],
     grace: float,
     ready: Callable[[int], object] = lambda port: None,
     **options: Any,
 ) -> None:
-    """Serve until told to end. Requests under way have `grace` seconds; then a stream ends with an error, others get a 503.
+    """Serve until a signal. Open requests then have `grace` seconds; after that streams end with an error, others get a 503.
 
-    `ready` is told the port once it answers.
+    `ready` is called with the port when the server answers.
     """
     logs: dict[str, Any] = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
     logs["loggers"]["clearhead.serving"] = {"handlers": ["default"], "level": "INFO", "propagate": False}
-    timeout = int(grace) + LAST_WORDS
-    # Its access log names paths and addresses; ours, routes and times.
+    timeout = int(grace) + REFUSAL_SECONDS
+    # Uvicorn's access log holds paths and addresses; ours only routes and times.
     config = uvicorn.Config(app, log_config=logs, access_log=False, timeout_graceful_shutdown=timeout, **options)
-    Server(app, config, hosts, grace, ready).run()
+    Server(app, config, workers, grace, ready).run()

@@ -1,46 +1,37 @@
-"""Texts on their way out, in OpenAI's form: whole, or piece by piece as server-sent events."""
+"""Generated texts as deltas: what a worker generates, turned into text up to the first stop string."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import math
+import contextlib
 import time
-import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
-from starlette.exceptions import HTTPException
-from starlette.requests import Request as HttpRequest
-from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from typing import Any
 
 from clearhead.generation import Request, Ticket, Token
-from clearhead.generation.texts import StoppingStream, piece_name, stream_of
+from clearhead.generation.texts import stream_of
 from clearhead.serving.explanation import Plan, explain, score_prompt
 from clearhead.serving.metrics import Metrics
-from clearhead.serving.model_worker import Host
-
-T = TypeVar("T")
+from clearhead.serving.model_worker import ModelWorker
 
 
 @dataclass(frozen=True)
-class Wish:
-    """One text that is asked for, and what is told besides it."""
+class TextJob:
+    """One text to generate, and what is returned with it."""
 
     request: Request
     stops: list[str]
     seconds: float
-    echo: str | None = None  # the prompt, told before the text
-    writes: bool = True  # or the prompt alone is told
-    counts: bool = True  # of the texts after one prompt, whether it is the one that counts it
-    plan: Plan | None = None  # what is explained
+    echo: str | None = None  # the prompt, returned before the text
+    generates: bool = True  # else only the prompt is returned
+    counts_prompt: bool = True  # of several texts for one prompt, only the first counts it in the usage
+    plan: Plan | None = None  # the explanation
 
 
 @dataclass
-class Piece:
-    """Some of a text, with the tokens that made it certain; the last piece says why the text is over."""
+class TextDelta:
+    """A part of a text, with the tokens that complete it. The last delta has the reason why the text ended."""
 
     text: str
     tokens: list[Token] = field(default_factory=list[Token])
@@ -50,176 +41,146 @@ class Piece:
     explained: dict[str, Any] | None = None
 
 
-def join(parts: list[Piece]) -> Piece:
-    """Pieces that follow each other, as one."""
-    if len(parts) == 1:
-        return parts[0]
-    tokens, first, last = [token for part in parts for token in part.tokens], parts[0], parts[-1]
-    text = "".join(part.text for part in parts)
-    return Piece(text, tokens, last.reason, first.offset, first.is_first, last.explained)
+def join(deltas: list[TextDelta]) -> TextDelta:
+    """Consecutive deltas of one text as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    tokens, first, last = [token for delta in deltas for token in delta.tokens], deltas[0], deltas[-1]
+    text = "".join(delta.text for delta in deltas)
+    return TextDelta(text, tokens, last.reason, first.offset, first.is_first, last.explained)
 
 
 class Usage:
-    """Tokens read and written for one answer."""
+    """Counts of prompt tokens and generated tokens in one answer."""
 
     def __init__(self) -> None:
-        self.prompt = self.written = self.cached = 0
+        self.prompt = self.generated = self.cached = 0
 
-    def told(self) -> dict[str, Any]:
-        total = self.prompt + self.written
+    def to_json(self) -> dict[str, Any]:
+        total = self.prompt + self.generated
         details = {"cached_tokens": self.cached}
-        counts = {"prompt_tokens": self.prompt, "completion_tokens": self.written, "total_tokens": total}
+        counts = {"prompt_tokens": self.prompt, "completion_tokens": self.generated, "total_tokens": total}
         return {**counts, "prompt_tokens_details": details}
 
 
-async def pieces(host: Host, wish: Wish, usage: Usage, metrics: Metrics) -> AsyncGenerator[Piece, None]:
-    """One text as it comes, up to the first stop."""
-    assert host.tokenizer is not None
-    request, ids = wish.request, list[int]()
-    began = time.perf_counter()
-    offset, text, held, is_first = 0, wish.echo or "", list[Token](), True
-    if wish.echo is not None and request.scored:
-        work = score_prompt(host, request.prompt, request.alternatives)
-        held = await asyncio.wait_for(host.in_turns(work), wish.seconds)
-    n_prompt, reason = len(request.prompt), "stop"
-    if wish.writes:
-        stream: StoppingStream = stream_of(request, host.tokenizer, wish.stops)
-        clocks = (metrics.first_token.labels(host.name), metrics.between_tokens.labels(host.name))
-        last = began
-        source = host.write(request, wish.seconds)
+class TextRun:
+    """The state of one job while its text is generated."""
+
+    def __init__(self, worker: ModelWorker, job: TextJob, usage: Usage, metrics: Metrics) -> None:
+        self.worker, self.job, self.usage, self.metrics = worker, job, usage, metrics
+        self.began = time.perf_counter()
+        self.ids: list[int] = []  # generated
+        self.n_prompt, self.reason = len(job.request.prompt), "stop"
+        # Not sent yet:
+        self.text, self.tokens = job.echo or "", list[Token]()
+        self.offset, self.is_first = 0, True
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.job.echo is not None and self.job.request.scored
+
+    async def deltas(self) -> AsyncGenerator[TextDelta, None]:
+        """The text as it is generated, up to the first stop string."""
+        job, worker = self.job, self.worker
+        if self.scores_prompt:
+            work = score_prompt(worker, job.request.prompt, job.request.alternatives)
+            self.tokens = await asyncio.wait_for(worker.run_sliced(work), job.seconds)
+        if job.generates:
+            async with contextlib.aclosing(self._generate()) as source:
+                async for delta in source:
+                    yield delta
+        else:
+            self.reason = "length"
+        self.usage.generated += len(self.ids)
+        self.usage.prompt += self.n_prompt if job.counts_prompt else 0
+        explained = None
+        if job.plan is not None:
+            left = job.seconds - (time.perf_counter() - self.began)
+            work = explain(worker, job.plan, job.request, self.ids, job.stops)
+            explained = await asyncio.wait_for(worker.run_sliced(work), left)
+        yield self._take(self.reason, explained)
+
+    async def _generate(self) -> AsyncGenerator[TextDelta, None]:
+        """Deltas while there is text; what is left at the end stays for the last one."""
+        worker, request, metrics = self.worker, self.job.request, self.metrics
+        assert worker.tokenizer is not None
+        stream = stream_of(request, worker.tokenizer, self.job.stops)
+        clocks = (metrics.first_token.labels(worker.name), metrics.between_tokens.labels(worker.name))
+        last = self.began
+        source = worker.generate(request, self.job.seconds)
         try:
-            async for come in source:
-                if isinstance(come, Ticket):
-                    n_prompt, usage.cached = come.n_prompt, usage.cached + come.n_cached
-                    reason = "length" if come.reason == "length" else "stop"
-                    if wish.echo is not None and request.scored:
-                        # Who scores texts takes what follows the prompt for written tokens, their end among them.
-                        held += [come.token(at) for at in range(come.n_shown, len(come.written))]
+            async for arrived in source:
+                if isinstance(arrived, Ticket):
+                    self._end(arrived)
                     break
                 now = time.perf_counter()
-                clocks[bool(ids)].observe(now - last)
+                clocks[bool(self.ids)].observe(now - last)
                 last = now
-                for token in come:
-                    ids.append(token.id)
-                    held.append(token)
-                    text += stream.push(token.id)
+                for token in arrived:
+                    self.ids.append(token.id)
+                    self.tokens.append(token)
+                    self.text += stream.push(token.id)
                     if stream.stop is not None:
                         break
-                if text:
-                    yield Piece(text, held, None, offset, is_first)
-                    offset, text, held, is_first = offset + len(text), "", [], False
+                if self.text:
+                    yield self._take()
                 if stream.stop is not None:
                     break
         finally:
             await source.aclose()
-            metrics.new_tokens.labels(host.name).inc(len(ids))
-            metrics.prompt_tokens.labels(host.name).inc(len(request.prompt))
-        text += "" if stream.stop is not None else stream.finish()
-    else:
-        reason = "length"
-    usage.written += len(ids)
-    usage.prompt += n_prompt if wish.counts else 0
-    explained = None
-    if wish.plan is not None:
-        left = wish.seconds - (time.perf_counter() - began)
-        explained = await asyncio.wait_for(host.in_turns(explain(host, wish.plan, request, ids, wish.stops)), left)
-    yield Piece(text, held, reason, offset, is_first, explained)
+            metrics.new_tokens.labels(worker.name).inc(len(self.ids))
+            metrics.prompt_tokens.labels(worker.name).inc(len(request.prompt))
+        self.text += "" if stream.stop is not None else stream.finish()
+
+    def _end(self, ticket: Ticket) -> None:
+        self.n_prompt, self.usage.cached = ticket.n_prompt, self.usage.cached + ticket.n_cached
+        self.reason = "length" if ticket.reason == "length" else "stop"
+        if self.scores_prompt:
+            # Clients that score texts count the tokens after the prompt, and expect the end token among them.
+            self.tokens += [ticket.token(at) for at in range(ticket.n_shown, len(ticket.written))]
+
+    def _take(self, reason: str | None = None, explained: dict[str, Any] | None = None) -> TextDelta:
+        delta = TextDelta(self.text, self.tokens, reason, self.offset, self.is_first, explained)
+        self.offset, self.text, self.tokens, self.is_first = self.offset + len(self.text), "", [], False
+        return delta
 
 
-def new_id(kind: str) -> str:
-    return f"{kind}-{uuid.uuid4().hex}"
+async def merged_deltas(
+    worker: ModelWorker, jobs: list[TextJob], usage: Usage, metrics: Metrics
+) -> AsyncGenerator[tuple[int, TextDelta], None]:
+    """The deltas of several texts as they come, each with the number of its job."""
+    if len(jobs) == 1:
+        async with contextlib.aclosing(TextRun(worker, jobs[0], usage, metrics).deltas()) as source:
+            async for delta in source:
+                yield 0, delta
+        return
+    arrivals: asyncio.Queue[tuple[int, TextDelta | BaseException | None]] = asyncio.Queue()
 
-
-def event(body: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
-
-
-DONE = b"data: [DONE]\n\n"
-MARK = "\0"
-
-
-class Chunks:
-    """Events of one answer. Most differ from each other in their text alone: the rest of these is written once."""
-
-    def __init__(self, head: dict[str, Any], choice: Callable[[int, Piece], dict[str, Any]]) -> None:
-        self.head, self.choice = head, choice
-        self.frames: dict[int, list[bytes]] = {}
-
-    def make(self, at: int, piece: Piece) -> bytes:
-        if piece.reason is not None or piece.is_first or (piece.tokens and not math.isnan(piece.tokens[-1].score)):
-            return event({**self.head, "choices": [self.choice(at, piece)]})
-        if at not in self.frames:
-            empty = event({**self.head, "choices": [self.choice(at, Piece(MARK))]})
-            self.frames[at] = empty.split(json.dumps(MARK).encode())
-        before, after = self.frames[at]
-        return before + json.dumps(piece.text, ensure_ascii=False).encode() + after
-
-
-def completion_logprobs(host: Host, tokens: list[Token], asked: int | None, offset: int) -> dict[str, Any] | None:
-    """As /v1/completions tells them."""
-    if asked is None:
-        return None
-    names = [name(host, token.id) for token in tokens]
-    offsets = [offset + sum(map(len, names[:at])) for at in range(len(names))]
-    top = [{name(host, id): score for id, score in token.alternatives} or None for token in tokens]
-    scores = [None if math.isnan(token.score) else token.score for token in tokens]  # a prompt's first has none
-    return {"tokens": names, "token_logprobs": scores, "top_logprobs": top if asked else None, "text_offset": offsets}
-
-
-def chat_logprobs(host: Host, tokens: list[Token], asked: bool) -> dict[str, Any] | None:
-    """As /v1/chat/completions tells them."""
-    if not asked:
-        return None
-    return {
-        "content": [
-            {
-                **_scored(host, token.id, token.score),
-                "top_logprobs": [_scored(host, *each) for each in token.alternatives],
-            }
-            for token in tokens
-        ]
-    }
-
-
-def _scored(host: Host, id: int, score: float) -> dict[str, Any]:
-    text = name(host, id)
-    return {"token": text, "logprob": score, "bytes": list(text.encode())}
-
-
-def name(host: Host, id: int) -> str:
-    assert host.tokenizer is not None
-    return piece_name(host.tokenizer, id)
-
-
-class Events(StreamingResponse):
-    """Server-sent events. However the reader goes, what makes them is closed before this returns."""
-
-    def __init__(self, source: AsyncGenerator[bytes, None], made_by: AsyncGenerator[Any, None]) -> None:
-        super().__init__(source, media_type="text/event-stream", headers={"cache-control": "no-store"})
-        self.sources = (source, made_by)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def read(number: int, job: TextJob) -> None:
         try:
-            await super().__call__(scope, receive, send)
-        finally:
-            for source in self.sources:
-                await source.aclose()
+            async with contextlib.aclosing(TextRun(worker, job, usage, metrics).deltas()) as source:
+                async for delta in source:
+                    arrivals.put_nowait((number, delta))
+            arrivals.put_nowait((number, None))
+        except Exception as error:
+            arrivals.put_nowait((number, error))
 
-
-async def unless_gone(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives, unless the client goes first: then it is cancelled, and its memory is for the others."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    watch, task = asyncio.create_task(gone()), asyncio.create_task(work)
+    readers = [asyncio.create_task(read(number, job)) for number, job in enumerate(jobs)]
+    left = len(readers)
     try:
-        await asyncio.wait((watch, task), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise HTTPException(499, "the client has gone")
-        return task.result()
+        while left:
+            # Deltas that came while the last one was sent are joined: a busy server sends fewer, longer ones.
+            arrived = [await arrivals.get()]
+            while not arrivals.empty():
+                arrived.append(arrivals.get_nowait())
+            for number in dict.fromkeys(number for number, _ in arrived):
+                if deltas := [delta for of, delta in arrived if of == number and isinstance(delta, TextDelta)]:
+                    yield number, join(deltas)
+            for _, delta in arrived:
+                if isinstance(delta, BaseException):
+                    raise delta
+                left -= delta is None
     finally:
-        watch.cancel()
-        task.cancel()
-        await asyncio.gather(watch, task, return_exceptions=True)
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)

@@ -19,7 +19,7 @@ import uvicorn
 import clearhead as ch
 from clearhead.serving.app import make_app
 from clearhead.serving.guards import Limits
-from clearhead.serving.model_worker import Host
+from clearhead.serving.model_worker import ModelWorker
 from clearhead.serving.server import Server
 
 TEXTS = ["the cat sat on the mat", "a dog ran over the hill", '{"yes": 0, "no": 1}', "hello there, how are you?"] * 9
@@ -82,9 +82,9 @@ def served(*args: str, env: dict[str, str] | None = None) -> Generator[tuple[str
 @contextmanager
 def served_here(place: Path, limits: Limits | None = None, **engine: Any) -> Generator[str]:
     """The same server in a thread: ready at once, as nothing is imported again, but no signal reaches it."""
-    host = Host("gpt", ch.load(place), ch.load_tokenizer(place), **engine)
-    app, port = make_app({"gpt": host}, limits), queue.SimpleQueue[int]()
-    server = Server(app, uvicorn.Config(app, port=0, log_config=None), [host], 0.0, port.put)
+    worker = ModelWorker("gpt", ch.load(place), ch.load_tokenizer(place), **engine)
+    app, port = make_app({"gpt": worker}, limits), queue.SimpleQueue[int]()
+    server = Server(app, uvicorn.Config(app, port=0, log_config=None), [worker], 0.0, port.put)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -26,7 +26,7 @@ from clearhead.generation import Request
 from clearhead.serving import guards
 from clearhead.serving.app import make_app
 from clearhead.serving.guards import Limits
-from clearhead.serving.model_worker import BrokenError, Host
+from clearhead.serving.model_worker import BrokenError, ModelWorker
 from tests.serving.fuzzing import Fuzzer
 from tests.serving.live_server import served, served_here
 
@@ -140,15 +140,15 @@ def test_a_failing_engine_tells_its_batch_and_serves_the_next(
     places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model: Any = ch.load(places["gpt"])
-    host = Host("gpt", model, ch.load_tokenizer(places["gpt"]), max_tokens=2048)
+    worker = ModelWorker("gpt", model, ch.load_tokenizer(places["gpt"]), max_tokens=2048)
     request = Request(prompt=[5, 6, 7], max_new_tokens=40, eos=())
 
     async def write() -> list[int]:
-        return [token.id async for come in host.write(request) if isinstance(come, list) for token in come]
+        return [token.id async for come in worker.generate(request) if isinstance(come, list) for token in come]
 
     async def scene() -> None:
         expected = await write()
-        engine = host.engine
+        engine = worker.engine
         assert engine is not None
         real, calls = engine.runner.write, 0
 
@@ -163,30 +163,30 @@ def test_a_failing_engine_tells_its_batch_and_serves_the_next(
         both = await asyncio.gather(write(), write(), return_exceptions=True)
         assert all(isinstance(error, BrokenError) for error in both), both
         assert "secret" not in str(both)
-        assert host.is_healthy
+        assert worker.is_healthy
         assert await write() == expected
-        monkeypatch.setattr(host, "_make", lambda: 1 / 0)
-        monkeypatch.setattr(host.engine, "step", lambda: 1 / 0)
+        monkeypatch.setattr(worker, "_make", lambda: 1 / 0)
+        monkeypatch.setattr(worker.engine, "step", lambda: 1 / 0)
         with pytest.raises(BrokenError):
             await write()
-        await asyncio.to_thread(host._thread.join, 5)  # pyright: ignore[reportPrivateUsage]
-        assert not host.is_healthy
+        await asyncio.to_thread(worker._thread.join, 5)  # pyright: ignore[reportPrivateUsage]
+        assert not worker.is_healthy
         with pytest.raises(BrokenError):
             await write()
-        host.stop()
+        worker.stop()
 
     asyncio.run(scene())
 
 
 def test_over_http_a_failing_engine_is_a_503(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = ch.load(places["gpt"])
-    host = Host("gpt", model, ch.load_tokenizer(places["gpt"]), max_tokens=2048)
+    worker = ModelWorker("gpt", model, ch.load_tokenizer(places["gpt"]), max_tokens=2048)
 
     async def scene() -> None:
-        transport = httpx.ASGITransport(app=make_app({"gpt": host}))
+        transport = httpx.ASGITransport(app=make_app({"gpt": worker}))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            assert host.engine is not None
-            monkeypatch.setattr(host.engine.runner, "write", lambda: 1 / 0)
+            assert worker.engine is not None
+            monkeypatch.setattr(worker.engine.runner, "write", lambda: 1 / 0)
             body = {**LONG, "max_tokens": 20}
             whole = await client.post("/v1/completions", json=body)
             assert whole.status_code == 503
@@ -197,10 +197,10 @@ def test_over_http_a_failing_engine_is_a_503(places: dict[str, Path], monkeypatc
             assert (await client.get("/readyz")).status_code == 200
             again = await client.post("/v1/completions", json=body)
             assert again.status_code == 200
-            monkeypatch.setattr(host, "_make", lambda: 1 / 0)
-            monkeypatch.setattr(host.engine, "step", lambda: 1 / 0)
+            monkeypatch.setattr(worker, "_make", lambda: 1 / 0)
+            monkeypatch.setattr(worker.engine, "step", lambda: 1 / 0)
             assert (await client.post("/v1/completions", json=body)).status_code == 503
-            await asyncio.to_thread(host.close)
+            await asyncio.to_thread(worker.close)
             assert (await client.get("/readyz")).status_code == 503
             assert (await client.post("/v1/completions", json=body)).status_code == 503
 

@@ -1,0 +1,87 @@
+"""/v1/chat/completions: the next message of a conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from clearhead.errors import InputError
+from clearhead.generation.texts import make_grammar
+from clearhead.models import Decoder
+from clearhead.serving.explanation import MAX_NEW
+from clearhead.serving.model_worker import ModelWorker
+from clearhead.serving.openai_format import chat_logprobs, new_id
+from clearhead.serving.protocol import Chat, ResponseFormat
+from clearhead.serving.service import Service
+from clearhead.serving.text_deltas import TextDelta, TextJob
+from clearhead.serving.text_responses import generation_requests, respond, text_jobs
+
+MAX_NEW_TOKENS = 1024  # if the request does not say
+
+
+def chat_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions", response_model=None)
+    async def chat(body: Chat, request: Request) -> Response:
+        worker = service.find(body.model, "decoder")
+        jobs = await asyncio.to_thread(_jobs, service, worker, body)
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        head = dict(id=new_id("chatcmpl"), object=kind, created=int(time.time()), model=worker.name)
+
+        def choice(number: int, delta: TextDelta) -> dict[str, Any]:
+            message: dict[str, Any] = {"role": "assistant"} if delta.is_first else {}
+            if delta.text or delta.reason is None or not body.stream:
+                message["content"] = delta.text
+            entry = {"delta": message} if body.stream else {"message": {**message, "refusal": None}}
+            if delta.explained is not None:
+                entry["explain"] = delta.explained
+            scores = chat_logprobs(worker, delta.tokens, body.logprobs)
+            return {"index": number, **entry, "logprobs": scores, "finish_reason": delta.reason}
+
+        return await respond(service, worker, body, jobs, request, head, choice)
+
+    return router
+
+
+def _jobs(service: Service, worker: ModelWorker, body: Chat) -> list[TextJob]:
+    ids = chat_ids(worker, body)
+    room = min(worker.model.config.max_len - len(ids), MAX_NEW_TOKENS if body.explain is None else MAX_NEW)
+    more: dict[str, Any] = dict(
+        scored=body.logprobs,
+        alternatives=(body.top_logprobs or 0) if body.logprobs else 0,
+        grammar=response_grammar(worker, body.response_format),
+    )
+    most = body.max_completion_tokens or body.max_tokens or max(1, room)
+    return text_jobs(service, worker, body, generation_requests(worker, body, ids, most, **more))
+
+
+def chat_ids(worker: ModelWorker, body: Chat) -> list[int]:
+    """The conversation in the model's chat template. Special tokens in what users wrote stay plain text."""
+    tokenizer = worker.tokenizer
+    assert tokenizer is not None
+    special = [tokenizer.token(id) for id in tokenizer.special_ids]
+    messages: list[dict[str, str]] = []
+    for message in body.messages:
+        text = message.text
+        for token in special:
+            if token in text:  # a zero-width space splits the token, and a reader sees the same text
+                text = text.replace(token, token[:1] + "\u200b" + token[1:])
+        messages.append({"role": "system" if message.role == "developer" else message.role, "content": text})
+    return tokenizer.encode(tokenizer.chat(messages), special=False)
+
+
+def response_grammar(worker: ModelWorker, asked: ResponseFormat | None) -> Any:
+    """The grammar for a `response_format`; None for plain text."""
+    if asked is None or asked.type == "text":
+        return None
+    assert isinstance(worker.model, Decoder)
+    assert worker.tokenizer is not None
+    if asked.type == "json_schema" and asked.json_schema is None:
+        raise InputError("response_format json_schema needs a json_schema; got none; give its schema")
+    schema: Any = {"type": "object"} if asked.json_schema is None else asked.json_schema.schema_
+    return make_grammar(worker.model, worker.tokenizer, json_schema=schema)

@@ -1,0 +1,67 @@
+"""/v1/completions: texts that follow prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from clearhead.errors import InputError
+from clearhead.serving.model_worker import MAX_WAITING, ModelWorker
+from clearhead.serving.openai_format import completion_logprobs, new_id
+from clearhead.serving.protocol import Completion
+from clearhead.serving.service import Service
+from clearhead.serving.text_deltas import TextDelta, TextJob
+from clearhead.serving.text_responses import generation_requests, respond, text_jobs
+
+
+def completion_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/completions", response_model=None)
+    async def completions(body: Completion, request: Request) -> Response:
+        worker = service.find(body.model, "decoder")
+        _check(body)
+        jobs = await asyncio.to_thread(_jobs, service, worker, body)
+        head = dict(id=new_id("cmpl"), object="text_completion", created=int(time.time()), model=worker.name)
+
+        def choice(number: int, delta: TextDelta) -> dict[str, Any]:
+            scores = completion_logprobs(worker, delta.tokens, body.logprobs, delta.offset)
+            more = {} if delta.explained is None else {"explain": delta.explained}
+            return {"index": number, "text": delta.text, "logprobs": scores, "finish_reason": delta.reason, **more}
+
+        return await respond(service, worker, body, jobs, request, head, choice)
+
+    return router
+
+
+def _check(body: Completion) -> None:
+    n_texts = len(body.prompts) * body.n
+    if n_texts == 0:
+        raise InputError("there is no prompt; got an empty list; give one text at least")
+    if n_texts > MAX_WAITING:
+        raise InputError(f"{n_texts} texts in one request are too many; got n={body.n}; {MAX_WAITING} may be asked for")
+    if body.max_tokens == 0 and not body.echo:
+        raise InputError("max_tokens=0 writes nothing; got no echo either; ask for one of them")
+
+
+def _jobs(service: Service, worker: ModelWorker, body: Completion) -> list[TextJob]:
+    """n jobs for each prompt, in order."""
+    more: dict[str, Any] = dict(scored=body.logprobs is not None, alternatives=body.logprobs or 0)
+    requests = [
+        one
+        for at, prompt in enumerate(body.prompts)
+        for one in generation_requests(worker, body, prompt, max(body.max_tokens, 1), at * body.n, **more)
+    ]
+    jobs = text_jobs(service, worker, body, requests)
+    if not body.echo:
+        return jobs
+    assert worker.tokenizer is not None
+    texts = [each if isinstance(each, str) else worker.tokenizer.decode(each) for each in body.prompts]
+    return [
+        replace(job, echo=texts[number // body.n], generates=body.max_tokens > 0) for number, job in enumerate(jobs)
+    ]

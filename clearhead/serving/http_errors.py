@@ -1,0 +1,71 @@
+"""Errors as HTTP answers in OpenAI's form. A client learns what is wrong with its request, never what is inside the server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from clearhead.errors import ClearheadError
+from clearhead.serving.guards import error
+from clearhead.serving.model_worker import BrokenError, FullError
+
+log = logging.getLogger("clearhead.serving")
+
+
+class UnknownModelError(Exception):
+    """There is no such model, or not of the kind that the route needs."""
+
+
+HANDLED = (
+    RequestValidationError,
+    HTTPException,
+    ClearheadError,
+    FullError,
+    BrokenError,
+    UnknownModelError,
+    asyncio.TimeoutError,
+    ValueError,
+    Exception,
+)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    for kind in HANDLED:
+        app.add_exception_handler(kind, _answer)
+
+
+async def _answer(_: Request, raised: Exception) -> JSONResponse:
+    status, body = error_body(raised)
+    if status == 500:
+        log.error("failed: %s", type(raised).__name__, exc_info=raised)
+    headers = {"retry-after": "1"} if status == 503 else None
+    return JSONResponse(body, status, headers=headers)
+
+
+def error_body(raised: BaseException) -> tuple[int, dict[str, Any]]:
+    """The status and the body for an exception."""
+    match raised:
+        case RequestValidationError():
+            first = raised.errors()[0]
+            where = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
+            return error(400, f"{where}: {first['msg']}", param=where)
+        case HTTPException():
+            return error(raised.status_code, str(raised.detail))
+        case UnknownModelError():
+            return error(404, str(raised), code="model_not_found")
+        case ClearheadError() | ValueError():
+            return error(400, str(raised))
+        case FullError():
+            return error(503, str(raised), "overloaded_error")
+        case BrokenError():
+            return error(503, str(raised), "server_error")
+        case asyncio.TimeoutError():
+            return error(504, "the request took too long; ask for less", "timeout_error")
+        case _:
+            return error(500, "something went wrong inside; the server's log has it", "server_error")

@@ -1,0 +1,46 @@
+"""/v1/audio/transcriptions: the text of a sound file."""
+
+from __future__ import annotations
+
+import asyncio
+from io import BytesIO
+from typing import Annotated, Any
+
+from fastapi import APIRouter, File, Form, Request, UploadFile
+from fastapi.responses import PlainTextResponse, Response
+
+from clearhead.data.audio import load_audio
+from clearhead.errors import InputError
+from clearhead.generation.transcription import Scribe
+from clearhead.models import EncoderDecoder
+from clearhead.serving.cancellation import cancel_on_disconnect, gather_or_cancel
+from clearhead.serving.service import Service
+
+
+def transcription_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/audio/transcriptions", response_model=None)
+    async def transcriptions(
+        request: Request,
+        file: Annotated[UploadFile, File()],
+        model: Annotated[str, Form()] = "",
+        language: Annotated[str | None, Form()] = None,
+        response_format: Annotated[str, Form()] = "json",
+    ) -> Response | dict[str, Any]:
+        worker = service.find(model, "scribe")
+        assert isinstance(worker.model, EncoderDecoder)
+        assert worker.tokenizer is not None
+        if response_format not in ("json", "text"):
+            raise InputError(f"response_format is json or text; got {response_format!r:.40}; leave it out")
+        data = await file.read()
+        sound = await asyncio.to_thread(lambda: load_audio(BytesIO(data)))
+        scribe = Scribe(worker.model, worker.tokenizer, language, "transcribe")
+        requests = await asyncio.to_thread(lambda: list(scribe.requests(sound)))
+        work = [worker.finish(one, service.limits.seconds) for one in requests]
+        tickets = await cancel_on_disconnect(request, gather_or_cancel(work))
+        decoded = [worker.tokenizer.decode(ticket.hypotheses[0].tokens).strip() for ticket in tickets]
+        text = " ".join(decoded)
+        return PlainTextResponse(text + "\n") if response_format == "text" else {"text": text}
+
+    return router
