@@ -188,7 +188,7 @@ class Engine:
 
     def run(self) -> None:
         """Until everything is written."""
-        with evaluating(self.model), self.runner.at_once.alone():
+        with evaluating(self.model), self.runner.native_step.assume_unchanged():
             while self.is_busy:
                 self._step()
                 self.changed.clear()

@@ -2,7 +2,7 @@
 
 A step of decoding is hundreds of operations on a few numbers each. This is `Block.forward` for every block. On a GPU it is
 written with the kernels of layers/gpu/: each sublayer's sum with the residual stream and the norm after it are one, and so are
-turning queries and keys and putting them in their blocks. On a CPU it is one call of native.cpp (prepared.py).
+turning queries and keys and putting them in their blocks.
 
 Prompts that are read in one packed row on a GPU go the same way: but for attention, their tokens too are rows of their own.
 """
@@ -16,7 +16,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from clearhead.engine import native_stack as prepared
 from clearhead.engine.kv_cache import AnyCache, PagedCache, PagedLayer
 from clearhead.layers.attend import attend
 from clearhead.layers.attention import MultiHeadAttention
@@ -39,10 +38,9 @@ def fits(blocks: Sequence[Block], last: nn.Module, x: Tensor, mask: Mask, bias: 
         and is_bare(x)
     ):
         return False
-    if not x.is_cuda:
-        return cache.paths is None and cache.packed is None and prepared.fits(blocks, last, x, mask, cache)
     return (
-        has_triton()
+        x.is_cuda
+        and has_triton()
         and all(isinstance(norm, RMSNorm | nn.LayerNorm) for block in blocks for norm in _norms(block))
         and not any(watched for block in blocks for watched in _watched(block))
     )
@@ -59,8 +57,6 @@ def run(
     """From embeddings to final states; `last` is the norm after the last block, if blocks norm first."""
     norm_first = blocks[0].norm_first
     turns = None if angles is None else (angles[0].flatten(0, 2), angles[1].flatten(0, 2))
-    if not x.is_cuda:
-        return prepared.run(blocks, x, turns, cache, mask.window)
     norms = [norm for block in blocks for norm in _norms(block)]
     after = [*norms[1:], last] if norm_first else norms
     stream = x.flatten(0, 1).contiguous()

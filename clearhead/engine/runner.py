@@ -12,12 +12,13 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clearhead.engine import native_step as whole_step
 from clearhead.engine.batches import send
 from clearhead.engine.cuda_graphs import Recordings, padded
 from clearhead.engine.kv_cache import PagedCache, Pool
+from clearhead.engine.native_step import NativeStep
 from clearhead.engine.prefill import Reader
 from clearhead.engine.sequence import Member, Numbers
+from clearhead.kernels.decode_step import Table
 from clearhead.layers.masks import Pages
 from clearhead.models import Decoder, EncoderDecoder
 from clearhead.sampling.beam_search import Search, go_on, likeliest
@@ -75,7 +76,7 @@ class Runner:
         self.recordings = Recordings(model, self.device) if records else None
         self.mirror = Mirror(self) if records else None
         self.reader = Reader(model, self.pool, max_rows, self.recordings)
-        self.at_once = whole_step.Steps(model)  # on a CPU
+        self.native_step = NativeStep(model)  # on a CPU
 
     def keep(self, rows: Sequence[int], *, beams: bool) -> None:
         """Only these rows stay, in this order; whether there are beams among them."""
@@ -144,7 +145,7 @@ class Runner:
             kept = [self.tokens, self.scores, *([] if self.paths is None else [self.paths])]
             out = recordings.run((size, kind), partial(self._step, mirror, size, search), told=mirror.live, kept=kept)
             out = out[:n] if search is None else out[:, : n // beams]
-        elif search is None and self.paths is None and (found := self._write_at_once()) is not None:
+        elif search is None and self.paths is None and (found := self._run_native_step()) is not None:
             out, self.is_greedy = found, True
         else:
             self.has_moved = True  # the mirror's counts did not follow
@@ -159,10 +160,10 @@ class Runner:
         self.counts[:n] += 1
         return out
 
-    def _write_at_once(self) -> Float[Tensor, "n V"] | None:
-        """On a CPU, all of the step in one call, where the model allows it."""
-        pages, source = (self.table, self.counts), (self.source_table, self.source_counts)
-        return self.at_once.write(self.tokens[: self.n], self.pool, pages, source)
+    def _run_native_step(self) -> Float[Tensor, "n V"] | None:
+        """On a CPU the whole step in one call, for models that allow it; None for others."""
+        own, source = Table(self.table, self.counts), Table(self.source_table, self.source_counts)
+        return self.native_step.run(self.tokens[: self.n], self.pool, own, source)
 
     def _step(self, mirror: Mirror, size: int, search: Search | None) -> Tensor:
         """What is recorded of a step."""

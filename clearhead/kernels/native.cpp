@@ -1,11 +1,11 @@
-// Products, attention and whole steps for a few rows on a CPU, where reading the weights takes the time: each is read once, by
-// all threads, at the speed of the memory. Plain C functions on plain pointers; native.py compiles this file on first use.
+// Products, attention and whole decode steps for a few rows on a CPU, where reading the weights takes most of the time: each weight
+// is read once, by all threads, at the speed of memory. Plain C functions on plain pointers. native.py compiles this file.
 //
-// Every result is summed in an order that knows nothing of the other rows, columns and threads: a row gives the same bits alone
-// and in a batch.
+// The order of every sum is independent of the other rows, of the columns and of the number of threads: a row's results have the
+// same bits alone and in a batch.
 
-#include "cpp/attention.h"
-#include "cpp/pack.h"
-#include "cpp/products.h"
-#include "cpp/step.h"
-#include "cpp/texts.h"
+#include "cpp/decode_step.h"
+#include "cpp/linear.h"
+#include "cpp/paged_attention.h"
+#include "cpp/quantize.h"
+#include "cpp/text_attention.h"

@@ -1,9 +1,9 @@
-"""native.cpp for Python: compiled on first use for the machine it runs on, kept, and called without copies.
+"""The functions of native.cpp: compiled on first use for this machine, kept in a cache folder, called on tensors without copies.
 
-It needs a C++ compiler (`$CXX`, or g++, clang++ or c++ on the path) and the OpenMP library that torch came with, whose threads it
-shares. Where one is missing nothing breaks: `why_not` says what, and torch's own operators do the work.
+It needs a C++ compiler (`$CXX`, or g++, clang++ or c++ on the path) and torch's OpenMP library, whose threads it shares. If one
+is missing, `is_there` is False, `why_not` says why, and torch's own operators are used.
 
-CLEARHEAD_NATIVE=0 turns it off. CLEARHEAD_CACHE is the folder that keeps the compiled file, ~/.cache/clearhead if not set.
+CLEARHEAD_NATIVE=0 turns it off. CLEARHEAD_CACHE is the folder of the compiled file; the default is ~/.cache/clearhead.
 """
 
 from __future__ import annotations
@@ -27,64 +27,21 @@ from torch import Tensor
 
 SOURCE, HEADERS = Path(__file__).with_name("native.cpp"), Path(__file__).with_name("cpp")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC")
-# Apple's compiler knows OpenMP only this way.
+# Apple's compiler takes OpenMP only in this form.
 OPENMP = ("-Xpreprocessor", "-fopenmp") if sys.platform == "darwin" else ("-fopenmp",)
 
-TEXT_WIDTHS = 16  # numbers in the widest register: `text_attention` takes heads of whole ones
+TEXT_WIDTHS = 16  # floats in the widest register: `text_attention` takes head widths that are multiples of this
 
 POINTER, INT, FLOAT, SMALL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-SIGNATURES = {
-    "linear_f32": [POINTER] * 4 + [INT] * 3 + [SMALL],
-    "linear_packed": [POINTER] * 6 + [INT] * 4 + [SMALL],
-    "pack_int4": [POINTER] * 5 + [INT] * 3 + [SMALL],
-    "paged_attention": [POINTER] * 6 + [INT] * 10 + [FLOAT, INT, SMALL],
-    "paged_store": [POINTER] * 6 + [INT] * 11,
-    "text_attention": [POINTER] * 6 + [INT] * 12 + [FLOAT, SMALL, SMALL],
-    "one_token": [POINTER],
+SIGNATURES: dict[str, tuple[list[Any], Any]] = {  # arguments and result; a result of 1 says that nothing was done
+    "linear_f32": ([POINTER] * 4 + [INT] * 3 + [SMALL], None),
+    "linear_packed": ([POINTER] * 6 + [INT] * 4 + [SMALL], SMALL),
+    "pack_int4": ([POINTER] * 5 + [INT] * 3 + [SMALL], None),
+    "paged_attention": ([POINTER] * 6 + [INT] * 10 + [FLOAT, INT, SMALL], None),
+    "paged_store": ([POINTER] * 6 + [INT] * 11, None),
+    "text_attention": ([POINTER] * 6 + [INT] * 12 + [FLOAT, SMALL, SMALL], None),
+    "decode_step": ([POINTER], SMALL),
 }
-
-
-class Matrix(ctypes.Structure):
-    _fields_ = [(name, POINTER) for name in ("q", "scales", "mins", "bias")] + [
-        (name, INT) for name in ("n", "d", "bits")
-    ]
-
-
-class Norm(ctypes.Structure):
-    _fields_ = [("weight", POINTER), ("bias", POINTER), ("eps", FLOAT), ("is_rms", ctypes.c_int32)]
-
-
-class Attention(ctypes.Structure):
-    _fields_ = [("in", Matrix), ("out", Matrix), ("q_norm", Norm), ("k_norm", Norm), ("scale", FLOAT)]
-
-
-class Layer(ctypes.Structure):
-    _fields_ = [("self", Attention), ("cross", Attention), ("up", Matrix), ("down", Matrix), ("norms", Norm * 3)]
-
-
-class Ends(ctypes.Structure):
-    _fields_ = [
-        *(("embedding", Matrix), ("head", Matrix), ("norm", Norm)),
-        *((name, POINTER) for name in ("positions", "tokens", "logits", "likeliest")),
-        *(("factor", FLOAT), ("scale", FLOAT)),
-    ]
-
-
-class Blocks(ctypes.Structure):
-    _fields_ = [("table", POINTER), ("counts", POINTER), ("width", INT)]
-
-
-class Step(ctypes.Structure):
-    """What `one_token` of native.cpp takes; the names are explained there."""
-
-    _fields_ = [
-        *(("layers", POINTER), ("ends", POINTER), ("last", Norm)),
-        *((name, POINTER) for name in ("x", "pool", "cos", "sin")),
-        *(("pages", Blocks), ("source", Blocks)),
-        *((name, INT) for name in ("n_layers", "rows", "d", "heads", "kv_heads", "width", "n_turns", "window")),
-        *((name, INT) for name in ("block", "block_stride", "layer_stride", "value_stride", "head_stride")),
-        *((name, INT) for name in ("has_cross", "norm_first", "is_gated", "activation", "threads")),
-    ]
 
 
 def is_there() -> bool:
@@ -92,13 +49,13 @@ def is_there() -> bool:
 
 
 def has_tiles() -> bool:
-    """Whether the kernels of packed weights are those for tiles (quantized.py)."""
+    """Whether packed weights must be stored in tiles (quantization/integer.py)."""
     library, _ = _library()
     return library is not None and bool(ctypes.c_int.in_dll(library, "has_tiles").value)
 
 
 def why_not() -> str | None:
-    """What keeps the kernels from being used, or None."""
+    """Why the library can not be used; None if it can."""
     return _library()[1]
 
 
@@ -124,20 +81,22 @@ def linear_packed(
     n: int,
     bits: int,
 ) -> Float[Tensor, "R N"]:
-    """x W^T + b in float32, with W of n rows as `quantized` holds it, in tiles where `has_tiles`."""
+    """x W^T + b in float32; W has n rows of `bits` bits, in tiles if `has_tiles` (quantization/integer.py)."""
     rows, d = x.shape
     out = x.new_empty(rows, n)
-    _FUNCTIONS["linear_packed"](
+    failed = _FUNCTIONS["linear_packed"](
         *(x.data_ptr(), q.data_ptr(), scales.data_ptr(), None if mins is None else mins.data_ptr()),
         *(None if bias is None else bias.data_ptr(), out.data_ptr(), rows, n, d, bits, torch.get_num_threads()),
     )
+    if failed:
+        raise RuntimeError(f"native.cpp does not know weights of {bits} bits")
     return out
 
 
 def pack_int4(
     weight: Float[Tensor, "N D"], shrinks: tuple[float, ...], n_fits: int
 ) -> tuple[Tensor, Float[Tensor, "N g"], Float[Tensor, "N g"]]:
-    """q, scales and mins of `quantized.Int4`, which explains the search; weight is contiguous."""
+    """q, scales and mins of `Int4` (quantization/integer.py), which explains the search; weight is contiguous."""
     (n, d), starts = weight.shape, torch.tensor(shrinks)
     q, scales, mins = torch.empty(n, d // 2, dtype=torch.uint8), torch.empty(n, d // 32), torch.empty(n, d // 32)
     _FUNCTIONS["pack_int4"](
@@ -156,8 +115,10 @@ def paged_attention(
     scale: float,
     window: int = 0,
 ) -> Float[Tensor, "B H E"]:
-    """Each row's query over the last `window` (0: all) of its `counts` tokens, where they lie: token p of row b in block
-    `table[b, p // block]`, slot `p % block`. A row of 0 tokens gives zeros. The last two axes of k and v are contiguous.
+    """Attention of one query a row over the last `window` (0: all) of its `counts` tokens.
+
+    Token p of row b lies in block `table[b, p // block]`, slot `p % block`. A row of 0 tokens gives zeros. The last two axes of
+    k and v are contiguous.
     """
     q, table, counts = q.contiguous(), table.int().contiguous(), counts.int().contiguous()
     (B, H, E), (_, K, block, _) = q.shape, k.shape
@@ -178,7 +139,7 @@ def store(
     table: Int[Tensor, "B m"],
     positions: Int[Tensor, " B"],
 ) -> None:
-    """Write each row's next token, which stands at `positions` (negative: nowhere), into its block."""
+    """Write each row's key and value at its position. A negative position writes nothing."""
     k, v = (x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (k, v))
     table, positions = table.int().contiguous(), positions.int().contiguous()
     (B, K, E), block = k.shape, pool_k.shape[2]
@@ -198,9 +159,10 @@ def text_attention(
     *,
     causal: bool = False,
 ) -> Float[Tensor, "B H T E"]:
-    """All queries of each row over all its keys, in float32; of the one row where `starts` says so, text by text.
+    """Attention of all queries of each row over all its keys, in float32.
 
-    Tokens lie one after the other at equal distances, as `lies_in_rows` tells, and E is a multiple of `TEXT_WIDTHS`.
+    With `starts`, B is 1 and the row holds several texts: where each one's queries and keys start, and the end of the last. Each
+    text attends to itself alone. q, k and v are strided as `lies_in_rows` says, and E is a multiple of `TEXT_WIDTHS`.
     """
     (B, H, T, E), (_, K, S, _) = q.shape, k.shape
     out = q.new_empty(B, T, H, E)
@@ -216,13 +178,24 @@ def text_attention(
 
 
 def lies_in_rows(x: Float[Tensor, "B h T E"]) -> bool:
-    """Whether the tokens of all rows lie at equal distances, the numbers of each head side by side."""
+    """Whether one stride leads from each token to the next, across rows too, and each head is contiguous."""
     return x.stride(3) == 1 and (1 in (x.shape[0], x.shape[2]) or x.stride(0) == x.shape[2] * x.stride(2))
 
 
-def one_token(step: Step) -> None:
-    """From embeddings to final states, in place."""
-    _FUNCTIONS["one_token"](ctypes.addressof(step))
+def decode_step(address: int) -> None:
+    """One token a row through a decoder; `address` is that of a `Step` (decode_step.py)."""
+    if _FUNCTIONS["decode_step"](address):
+        raise RuntimeError("native.cpp does not know an activation, a norm or a weight format that it was given")
+
+
+@functools.cache
+def codes(kind: str) -> dict[str, int]:
+    """The numbers that stand for kinds in native.cpp, by name: of "activation" or "norm". Empty without the library."""
+    library, _ = _library()
+    if library is None:
+        return {}
+    names = ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(library, f"{kind}_names"))).decode()
+    return {name: code for code, name in enumerate(names.split())}
 
 
 _FUNCTIONS: dict[str, Any] = {}  # filled when the library is loaded
@@ -237,21 +210,21 @@ def _library() -> tuple[ctypes.CDLL | None, str | None]:
             return None, "CLEARHEAD_NATIVE=0 turns it off"
         try:
             library = ctypes.CDLL(str(_compiled()))
-            for name, signature in SIGNATURES.items():
+            for name, (arguments, result) in SIGNATURES.items():
                 _FUNCTIONS[name] = function = getattr(library, name)
-                function.argtypes, function.restype = signature, None
+                function.argtypes, function.restype = arguments, result
         except (OSError, RuntimeError) as error:
             return None, str(error)
         return library, None
 
 
 def cache_folder() -> Path:
-    """Where what is made once for this machine is kept."""
+    """The folder for files that are made once for this machine."""
     return Path(os.environ.get("CLEARHEAD_CACHE") or Path.home() / ".cache" / "clearhead")
 
 
 def _compiled() -> Path:
-    """The compiled file, from the cache or made now."""
+    """The compiled file, from the cache folder or compiled now."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "g++", "clang++", "c++"))), None)
     if compiler is None:
         raise RuntimeError("no C++ compiler was found; install g++, or name one in CXX")
@@ -263,9 +236,9 @@ def _compiled() -> Path:
     if (folder / name).exists():
         return folder / name
     folder.mkdir(parents=True, exist_ok=True)
-    # Made aside and moved: another process finds all of it or nothing, and of two that make it the last one stays.
+    # Compiled in a temporary folder, then moved: another process never finds half a file, and two may compile at the same time.
     with tempfile.TemporaryDirectory(dir=folder) as work:
-        # Compiled and linked apart: -fopenmp at the link would bring the system's OpenMP beside torch's.
+        # Compiled and linked in two commands: -fopenmp at the link would load the system's OpenMP beside torch's.
         steps = (
             [compiler, *FLAGS[:-2], FLAGS[-1], *OPENMP, "-c", str(SOURCE), "-o", f"{work}/native.o"],
             [compiler, *FLAGS, f"{work}/native.o", str(openmp), "-o", f"{work}/{name}"],
@@ -279,7 +252,7 @@ def _compiled() -> Path:
 
 
 def _openmp() -> Path:
-    """The OpenMP library in this process: torch's."""
+    """torch's OpenMP library, which is loaded in this process."""
     names = ("libgomp", "libomp", "libiomp5")
     maps = Path("/proc/self/maps")
     loaded = {Path(line.split()[-1]) for line in maps.read_text().splitlines()} if maps.exists() else set[Path]()
@@ -291,7 +264,7 @@ def _openmp() -> Path:
 
 
 def _processor() -> str:
-    """What -march=native depends on, for a home folder that several machines share."""
+    """What -march=native depends on: several machines may share one cache folder."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
     kept = [line for line in lines if line.split(":")[0].strip() in ("model name", "flags", "Features", "CPU part")]

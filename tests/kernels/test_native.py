@@ -188,15 +188,15 @@ for causal in (False, True):
     torch.testing.assert_close(ours.double(), expected, rtol=0, atol=1e-5)
 import clearhead as ch
 from clearhead.quantization.integer import quantize
-from clearhead.engine import native_step as whole_step
+from clearhead.engine.native_step import NativeStep
 for kind in ("int8", "int4"):
     model = ch.build(ch.preset("gpt2", n_layers=2, d_model=96, n_heads=4, d_ff=64, max_len=41, vocab_size=307), seed=0)
     quantize(model, kind)
     texts = ch.generate(model, [[5, 7], [11]], max_new_tokens=19, eos=())
     with torch.no_grad():
-        write, whole_step.Steps.write = whole_step.Steps.write, lambda *_: None
+        run, NativeStep.run = NativeStep.run, lambda *_: None
         assert ch.generate(model, [[5, 7], [11]], max_new_tokens=19, eos=()) == texts
-        whole_step.Steps.write = write
+        NativeStep.run = run
 """
 
 
@@ -259,7 +259,7 @@ def test_a_changed_header_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.M
 @needs_native
 def test_two_processes_compile_at_once(tmp_path: Path) -> None:
     env = {**os.environ, "CLEARHEAD_CACHE": str(tmp_path / "deep" / "cache")}
-    command = [sys.executable, "-c", "from clearhead.layers import native; assert native.is_there(), native.why_not()"]
+    command = [sys.executable, "-c", "from clearhead.kernels import native; assert native.is_there(), native.why_not()"]
     running = [subprocess.Popen(command, env=env) for _ in range(2)]
     assert [process.wait() for process in running] == [0, 0]
     assert len(list((tmp_path / "deep" / "cache").iterdir())) == 1, "one file, and no folder left behind"

@@ -1,4 +1,4 @@
-// Weights, inputs and where results go.
+// The operands of a product: weights, inputs, and where results go.
 
 #pragma once
 
@@ -6,25 +6,26 @@
 
 namespace {
 
-// A weight as one of three kinds: float32, or as quantized.py describes.
+// A weight in float32 (bits = 32), or packed in 8 or 4 bits as quantization/integer.py describes.
 struct Matrix {
     const void* q;           // (n, d)
     const uint16_t* scales;  // float16
     const uint16_t* mins;
-    const float* bias;  // (n), or nothing
+    const float* bias;  // (n), or null
     i64 n, d, bits;
 };
 
-// Inputs of packed weights are rounded to 16 bits, `span` numbers sharing a scale: an error far below that of the weights, and
-// whole numbers multiply twice as fast as real ones. Sums of 128 products fit 32 bits.
+// Inputs of packed weights are rounded to 16-bit integers, with one scale for each `span` numbers. The error is far below that of
+// the weights, and integers multiply twice as fast as floats. A sum of 128 products fits 32 bits.
 struct Input {
     const float* x;  // (rows, d)
     int16_t* q;      // (rows, spans, span); (spans, rows, span) for tiles
     float* scales;   // as many as spans
-    float* sums;     // over 32 rounded numbers each, or over a span for tiles, for the weights' minimums
+    float* sums;     // of each 32 rounded numbers (of each span for tiles): what the minimums of 4-bit weights are multiplied with
     i64 rows, spans;
 };
 
+// Bytes of memory that `input` needs.
 i64 room_for(i64 rows, i64 d) { return rows * (d + 128) / 32 * (32 * sizeof(int16_t) + 2 * sizeof(float)); }
 
 Input input(const float* x, void* memory, i64 rows, i64 d, i64 span) {
@@ -33,7 +34,7 @@ Input input(const float* x, void* memory, i64 rows, i64 d, i64 span) {
     return {x, (int16_t*)memory, scales, scales + rows * spans, rows, spans};
 }
 
-// Where results go: over what is there, or added to it.
+// Where results go. They replace what is there, or are added to it.
 struct Target {
     float* out;
     i64 stride;
@@ -98,10 +99,12 @@ inline float half_to_float(uint16_t half) {
 #define TILES 0
 #endif
 
-// What can be read of a row's last span is copied where more can.
+// A row's last span may be shorter than N: it is then copied to `room` and padded with zeros.
 template <class T, int N>
-inline const T* whole(T (&room)[N], const T* from, i64 there) {
+inline const T* padded_span(T (&room)[N], const T* from, i64 there) {
     return there >= N ? from : (const T*)memcpy(memset(room, 0, sizeof room), from, sizeof(T) * there);
 }
+
+inline bool is_known(const Matrix& m) { return m.bits == 32 || m.bits == 8 || m.bits == 4; }
 
 }  // namespace

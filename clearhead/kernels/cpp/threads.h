@@ -1,4 +1,4 @@
-// Threads that do one thing after the other together.
+// A team of threads that works through phases: each phase is split into pieces, and ends when all its pieces are done.
 
 #pragma once
 
@@ -6,21 +6,21 @@
 
 namespace {
 
-// What one thread does of a phase: pieces of its own share that were taken, by itself or by others, and pieces that it has done.
+// One thread's counters of a phase: pieces of its share that were taken (by any thread), and pieces that this thread finished.
 struct Lane {
     alignas(64) std::atomic<i64> taken{0};
     std::atomic<i64> done{0};
 };
 
-// One thread's view of what all do, phase after phase. Each has its share of the pieces, one after the other, so that it reads
-// memory in order; who is done helps the others, and a phase is over when its pieces are done: a thread whose core others use
-// too is not waited for. They wait awake, as it is never for long.
+// One thread's view of the team. Each thread first takes the pieces of its own share in order, so that it reads memory in order,
+// and then takes what is left of the others' shares. So a thread that was suspended, or never started, holds up nobody unless
+// it is in the middle of a piece. Waiting threads spin, because phases are short.
 struct Team {
     Lane* lanes;
     const int threads, me;
 
     template <class Work>
-    void each(i64 pieces, const Work& work) {
+    void for_each(i64 pieces, const Work& work) {
         Lane* now = lanes;
         lanes += threads;
         for (int next = 0; next < threads; next++) {
@@ -54,9 +54,9 @@ struct Team {
     }
 };
 
-// `work(team)` on each of these threads.
+// Run `work(team)` on each of `threads` threads. `n_phases` is at least the number of `for_each` calls in it.
 template <class Work>
-void together(int threads, i64 n_phases, const Work& work) {
+void parallel(int threads, i64 n_phases, const Work& work) {
     std::vector<Lane> lanes(n_phases * threads);
 #pragma omp parallel num_threads(threads)
     {

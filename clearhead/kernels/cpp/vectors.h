@@ -1,4 +1,4 @@
-// Numbers side by side in a register, as many as the machine has room for, and what every kernel needs.
+// Vector registers of floats, as wide as the machine's, and small helpers that every kernel needs.
 
 #pragma once
 
@@ -22,16 +22,16 @@ namespace {
 
 using i64 = int64_t;
 
-// Bytes that are asked for before they are needed; by a single row so that they do not push everything else out of the caches.
+// How far ahead weights are prefetched, in bytes. A single row uses them once: its prefetches ask the caches not to keep them.
 constexpr i64 AHEAD = 2048;
 constexpr i64 PIECE = 32768;  // bytes of a weight that a thread takes at a time
-constexpr i64 TILE = 16;      // columns that lie side by side
+constexpr i64 TILE = 16;      // columns of a tile (packed_tiles.h)
 
-// One register of numbers, as wide as the machine's.
+// WIDE: floats in a register. ROWS: rows that are multiplied together.
 #if defined(__AVX512F__)
-constexpr int WIDE = 16, ROWS = 6;  // ROWS x 4 sums, ROWS inputs and a weight fill 32 registers
+constexpr int WIDE = 16, ROWS = 6;  // ROWS x 4 sums, ROWS inputs and a weight fill the 32 registers
 #elif defined(__AVX__)
-constexpr int WIDE = 8, ROWS = 3;  // and here 16
+constexpr int WIDE = 8, ROWS = 3;  // and the 16 registers here
 #else
 constexpr int WIDE = 4, ROWS = 4;
 #endif
@@ -45,7 +45,8 @@ inline Wide load(const float* from) {
 }
 inline void store(float* to, Wide value) { memcpy(to, &value, sizeof value); }
 
-// a * b + c, rounded once where the machine can. Left to itself, a compiler would do so in one place and not in another.
+// a * b + c, rounded once where the machine can. Written out, because a compiler fuses some of these and not others, and
+// results must not depend on that.
 inline Wide fma(Wide a, Wide b, Wide c) {
 #if defined(__AVX512F__)
     return (Wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -88,7 +89,7 @@ inline float sum(Wide value) {
 // e^x for x <= 0, to a few units in the last place: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2].
 inline Wide exponential(Wide x) {
     x = x < -87.f ? all(-87.f) : x;
-    Wide n = fma(x, all(1.44269504f), all(12582912.f));  // 1.5 * 2^23: the sum is rounded to a whole number
+    Wide n = fma(x, all(1.44269504f), all(12582912.f));  // 1.5 * 2^23: adding it rounds to a whole number
     WideInt power;
     memcpy(&power, &n, sizeof n);
     n -= 12582912.f;
@@ -104,7 +105,7 @@ inline Wide exponential(Wide x) {
     return p;
 }
 
-// Scratch of the calling thread: grown, never given back.
+// Scratch memory of the calling thread. It grows when needed and is kept until the next call.
 void* scratch(size_t bytes) {
     static thread_local void* memory = nullptr;
     static thread_local size_t size = 0;
@@ -116,22 +117,22 @@ void* scratch(size_t bytes) {
     return memory;
 }
 
-// Work for `threads`: fewer where a product is over before the others have woken up.
-inline int enough(i64 products, int threads) { return products < 32768 ? 1 : threads; }
+// How many threads to use: one if the work is done before other threads have started.
+inline int threads_for(i64 products, int threads) { return products < 32768 ? 1 : threads; }
 
-// Rows dealt to one block of columns: equal shares of at most `most`.
-inline i64 share(i64 rows, i64 most) { return (rows + (rows + most - 1) / most - 1) / ((rows + most - 1) / most); }
+// Split `rows` into as few parts as possible of at most `most`; the size of the largest part, all being nearly equal.
+inline i64 equal_share(i64 rows, i64 most) { return (rows + (rows + most - 1) / most - 1) / ((rows + most - 1) / most); }
 
 inline i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
 
-// `work` with a count that the compiler knows, 1 .. MOST.
+// Call `work` with `count` (1 .. MOST) as a compile-time constant.
 template <int MOST, class Work>
-inline void counted(i64 count, const Work& work) {
+inline void dispatch(i64 count, const Work& work) {
     if constexpr (MOST > 0) {
         if (count == MOST)
             work(std::integral_constant<int, MOST>());
         else
-            counted<MOST - 1>(count, work);
+            dispatch<MOST - 1>(count, work);
     }
 }
 

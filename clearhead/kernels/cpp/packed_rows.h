@@ -1,4 +1,4 @@
-// Products with packed weights that lie row after row: for all other processors.
+// Products with packed weights in row-major order: for processors without AVX-512 VNNI.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace {
 
-// Registers of whole numbers and of sums, and how many weights int4 unpacks at a time: 4 registers' full.
+// Registers of integers and of sums. A span of 64 weights fills four.
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define FAST 1
 using Int = __m256i;
@@ -18,14 +18,14 @@ inline Sum times(Sum a, float b) { return _mm256_mul_ps(a, _mm256_set1_ps(b)); }
 #endif
 constexpr int SPAN = 64, QROWS = 4, QCOLUMNS = 2;
 
-// The weights of one column over one span, unpacked to 16 bits, and what their sums are multiplied with.
+// `unpack` gives the weights of one column and span as 16-bit integers, and their scale.
 struct Int8 {
     static constexpr int SPAN = 64, MOST = QROWS, COLUMNS = QCOLUMNS;
     const int8_t* q;         // (n, d)
     const uint16_t* scales;  // (n, spans), float16
     i64 d;
 
-    // Where the i-th number of a span stands among the unpacked ones.
+    // The place of a span's i-th number among the unpacked ones.
     static constexpr int place(int i) { return i; }
 
 #if FAST
@@ -34,7 +34,7 @@ struct Int8 {
     inline void unpack(i64 c, i64 span, Int w[PARTS], Sum& scale) const {
         const int8_t* from = q + c * d + span * SPAN;
         int8_t room[SPAN];
-        if (LAST) from = whole(room, from, d - span * SPAN);
+        if (LAST) from = padded_span(room, from, d - span * SPAN);
         else __builtin_prefetch(from + AHEAD);
         const __m128i half = _mm_set1_epi16((short)scales[c * ((d + SPAN - 1) / SPAN) + span]);
         for (int i = 0; i < PARTS; i++) w[i] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from + i));
@@ -56,7 +56,7 @@ struct Int4 {
     i64 d;
 
 #if FAST
-    // A word holds 4 neighbours; the first of each word come first, then the second ...
+    // A 16-bit word holds 4 neighbours. Unpacked, the first of each word come first, then the second of each, and so on.
     static constexpr int PARTS = 4;
     static constexpr int place(int i) { return i % 4 * (SPAN / 4) + i / 4; }
 
@@ -67,11 +67,11 @@ struct Int4 {
         uint8_t room[SPAN / 2];
         uint16_t scales_room[SPAN / 32];
         if (LAST) {
-            from = whole(room, from, (d - span * SPAN) / 2);
-            s = whole(scales_room, s, d / 32 - span * (SPAN / 32));
+            from = padded_span(room, from, (d - span * SPAN) / 2);
+            s = padded_span(scales_room, s, d / 32 - span * (SPAN / 32));
         } else
             __builtin_prefetch(from + AHEAD);
-        // 16 bytes, a quarter or half of the register, are 32 weights: they have a scale of their own
+        // each half of the register holds 32 weights, which have their own scale
         const Int words = _mm256_loadu_si256((const Int*)from), low = _mm256_set1_epi16(15);
         w[0] = _mm256_and_si256(words, low);
         w[1] = _mm256_and_si256(_mm256_srli_epi16(words, 4), low);
@@ -97,7 +97,7 @@ struct Int4 {
         }
     }
 
-    // The minimums' share: each times the sum of its inputs.
+    // The part of the minimums: each times the sum of its inputs.
     inline float rest(i64 c, const float* sums) const {
         const uint16_t* m = mins + c * (d / 32);
         float total = 0;
@@ -119,12 +119,12 @@ void round_row(const Input& in, i64 row, i64 d) {
     for (i64 at = row * in.spans; at < (row + 1) * in.spans; at++) {
         const i64 first = (at - row * in.spans) * SPAN;
         float room[SPAN], sizes[WIDE] = {}, wrong[WIDE] = {}, largest = 0, scale = 0;
-        const float* x = whole(room, in.x + row * d + first, d - first);
+        const float* x = padded_span(room, in.x + row * d + first, d - first);
         for (int i = 0; i < SPAN; i += WIDE)
             for (int j = 0; j < WIDE; j++) {
                 const float size = std::fabs(x[i + j]);
                 sizes[j] = size > sizes[j] ? size : sizes[j];
-                wrong[j] += x[i + j] * 0;  // NaN and infinity must come out again
+                wrong[j] += x[i + j] * 0;  // NaN and infinity must reach the result
             }
         for (int j = 0; j < WIDE; j++) {
             largest = sizes[j] > largest ? sizes[j] : largest;
@@ -134,7 +134,7 @@ void round_row(const Input& in, i64 row, i64 d) {
         in.scales[at] = scale += largest / 32767;
         int32_t rounded[SPAN];
         for (int i = 0; i < SPAN; i++) {
-            const float near = x[i] * inverse + 12582912.f;  // 1.5 * 2^23: the whole number is in the low bits
+            const float near = x[i] * inverse + 12582912.f;  // 1.5 * 2^23: the rounded integer is in the low bits
             memcpy(rounded + i, &near, sizeof near);
             rounded[i] = (int16_t)rounded[i];
         }
@@ -148,7 +148,7 @@ void round_row(const Input& in, i64 row, i64 d) {
 }
 
 #if FAST
-// One span's share of the sums.
+// Add one span's products to the sums.
 template <int C, int R, bool LAST, class Weights>
 inline void gather(const Weights& w, const Input& in, i64 row, i64 c0, i64 span, Sum sums[C][R]) {
     for (int c = 0; c < C; c++) {

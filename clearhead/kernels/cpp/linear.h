@@ -1,4 +1,4 @@
-// Products of all kinds, by all threads.
+// x W^T + b for every kind of weight, by all threads.
 
 #pragma once
 
@@ -6,19 +6,19 @@
 #include "threads.h"
 
 #if TILES
-#include "tiles.h"
+#include "packed_tiles.h"
 #else
-#include "spans.h"
+#include "packed_rows.h"
 #endif
 
 namespace {
 
-// Some columns for all rows, a few at a time: what lies row after row.
+// C columns of the result for all rows, a few rows at a time; weights in row-major order.
 template <int C, class Weights>
 inline void columns(const Weights& w, const Input& in, i64 rows, i64 c, const Target& target) {
-    const i64 most = share(rows, Weights::MOST);
+    const i64 most = equal_share(rows, Weights::MOST);
     for (i64 row = 0; row < rows; row += most)
-        counted<Weights::MOST>(smaller(rows - row, most), [&](auto count) {
+        dispatch<Weights::MOST>(smaller(rows - row, most), [&](auto count) {
             constexpr int R = decltype(count)::value;
             float results[C][R];
             dots<C, R>(w, in, row, c, results);
@@ -27,7 +27,7 @@ inline void columns(const Weights& w, const Input& in, i64 rows, i64 c, const Ta
         });
 }
 
-// Columns from .. to - 1. A single row reads the weights in the order they lie in.
+// Columns from .. to - 1. For a single row, one column at a time: weights are then read in the order of memory.
 template <class Weights>
 inline void columns(const Weights& w, const Input& in, i64 rows, i64 from, i64 to, const Target& target) {
     i64 c = from;
@@ -46,7 +46,7 @@ inline void columns(const Matrix& m, const Input& in, i64 rows, i64 from, i64 to
 #endif
 }
 
-// One row of a weight as it is: an embedding.
+// One row of a weight as float32, for an embedding; 32 or 8 bits.
 void unpack(const Matrix& m, i64 row, float* out) {
     if (m.bits == 32) {
         memcpy(out, (const float*)m.q + row * m.d, sizeof(float) * m.d);
@@ -63,7 +63,7 @@ void unpack(const Matrix& m, i64 row, float* out) {
 #endif
 }
 
-// Columns that one thread takes at a time.
+// Columns that a thread takes at a time.
 inline i64 piece(const Matrix& m, int threads) {
     const i64 fair = (m.n + threads - 1) / threads, some = PIECE * 8 / (m.d * m.bits);
     return (smaller(fair, some) + TILE) / TILE * TILE;
@@ -81,9 +81,9 @@ inline void round_row(const Matrix& m, const Input& in, i64 row) {
 void product(const Matrix& m, const float* x, float* out, i64 rows, int threads) {
     const Input in = input(m, x, scratch(room_for(rows, m.d)), rows);
     const i64 step = piece(m, threads);
-    together(enough(rows * m.n * m.d, threads), 2, [&](Team& team) {
-        if (m.bits != 32) team.each(rows, [&](i64 row) { round_row(m, in, row); });
-        team.each((m.n + step - 1) / step, [&](i64 i) {
+    parallel(threads_for(rows * m.n * m.d, threads), 2, [&](Team& team) {
+        if (m.bits != 32) team.for_each(rows, [&](i64 row) { round_row(m, in, row); });
+        team.for_each((m.n + step - 1) / step, [&](i64 i) {
             columns(m, in, rows, i * step, smaller(m.n, (i + 1) * step), {out, m.n, m.bias, false});
         });
     });
@@ -91,7 +91,7 @@ void product(const Matrix& m, const float* x, float* out, i64 rows, int threads)
 
 }  // namespace
 
-// Whether packed weights are to lie in tiles (quantized.py).
+// Whether packed weights must be stored in tiles (quantization/integer.py).
 extern "C" {
 extern const int has_tiles;
 const int has_tiles = TILES;
@@ -101,7 +101,11 @@ extern "C" void linear_f32(const float* x, const float* w, const float* bias, fl
     product({w, nullptr, nullptr, bias, n, d, 32}, x, out, rows, threads);
 }
 
-extern "C" void linear_packed(const float* x, const void* q, const uint16_t* scales, const uint16_t* mins, const float* bias,
+// 0: done. 1: not done, because there is no weight of that many bits.
+extern "C" int linear_packed(const float* x, const void* q, const uint16_t* scales, const uint16_t* mins, const float* bias,
                               float* out, i64 rows, i64 n, i64 d, i64 bits, int threads) {
-    product({q, scales, mins, bias, n, d, bits}, x, out, rows, threads);
+    const Matrix weight = {q, scales, mins, bias, n, d, bits};
+    if (!is_known(weight)) return 1;
+    product(weight, x, out, rows, threads);
+    return 0;
 }

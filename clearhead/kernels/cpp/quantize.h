@@ -1,4 +1,4 @@
-// Weights to 4 bits.
+// Rounding weights to 4 bits.
 
 #pragma once
 
@@ -6,9 +6,9 @@
 
 namespace {
 
-// As float16 holds it.
+// Rounded to float16.
 inline float as_half(float x) {
-    if (std::fabs(x) < 0x1p-14f) return (x + 0.75f) - 0.75f;  // whole steps of 2^-24
+    if (std::fabs(x) < 0x1p-14f) return (x + 0.75f) - 0.75f;  // subnormal: multiples of 2^-24
     uint32_t bits;
     memcpy(&bits, &x, sizeof x);
     bits = (bits + 0xfff + (bits >> 13 & 1)) & ~0x1fffu;
@@ -16,7 +16,7 @@ inline float as_half(float x) {
     return x;
 }
 
-// 32 weights as u * scale + least, u = 0 .. 15. In step with Int4._search in quantized.py.
+// 32 weights as u * scale + least, u = 0 .. 15. Computes what Int4._search in quantization/integer.py does.
 struct Group {
     static constexpr int SIZE = 32, PARTS = SIZE / WIDE;
     Wide w[PARTS], u[PARTS];
@@ -49,13 +49,14 @@ struct Group {
 
 }  // namespace
 
-// Of some shrunken ranges, each fitted to what it rounds to a few times, the one that loses least of each group.
+// For each group, try some shrunken ranges: round, fit scale and minimum to the rounded weights, a few times over. Keep the range
+// with the smallest squared error.
 extern "C" void pack_int4(const float* weights, uint8_t* q, float* scales, float* mins, const float* shrinks, i64 groups,
                           i64 n_shrinks, i64 n_fits, int threads) {
     constexpr i64 step = 1024, MOST = 16;
     n_shrinks = smaller(n_shrinks, MOST);
-    together(enough(groups * Group::SIZE, threads), 1, [&](Team& team) {
-        team.each((groups + step - 1) / step, [&](i64 piece) {
+    parallel(threads_for(groups * Group::SIZE, threads), 1, [&](Team& team) {
+        team.for_each((groups + step - 1) / step, [&](i64 piece) {
             for (i64 g = piece * step; g < smaller(groups, (piece + 1) * step); g++) {
                 const float *from = weights + g * Group::SIZE, low = *std::min_element(from, from + Group::SIZE);
                 const float range = *std::max_element(from, from + Group::SIZE) - low;
@@ -66,7 +67,7 @@ extern "C" void pack_int4(const float* weights, uint8_t* q, float* scales, float
                     tries[i].least = as_half(low + range * (1 - shrinks[i]) / 2);
                     tries[i].round();
                 }
-                // Each waits for its own last result: in turns they need not.
+                // A try depends on its own last result: in turns, the processor can work on several tries at once.
                 for (i64 fit = 0; fit < n_fits; fit++)
                     for (i64 i = 0; i < n_shrinks; i++) tries[i].fit(), tries[i].round();
                 i64 at = 0;

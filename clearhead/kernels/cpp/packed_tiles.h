@@ -1,4 +1,4 @@
-// Products with packed weights that lie in tiles: for processors with AVX-512 VNNI.
+// Products with packed weights in tiles: for processors with AVX-512 VNNI.
 
 #pragma once
 
@@ -6,9 +6,9 @@
 
 namespace {
 
-// 16 columns at a time, 4 bytes of each side by side: a load meets 4 inputs, which are the same for all columns, and nothing is
-// summed across. Bytes multiply whole numbers of 8 bits, so an input is two of them: 256 high + low. The last tile is as wide as
-// there are columns left.
+// A tile is 16 columns, 4 bytes of each side by side: one load is multiplied with 4 inputs, the same ones for all columns, and no
+// sum goes across a register. The instruction multiplies 8-bit integers, so a 16-bit input is split in two: 256 high + low. The
+// last tile is as wide as the columns that are left.
 struct Int8 {
     static constexpr int SPAN = 64, LOADS = 16;
     const int8_t* q;         // (tiles, d / 4, 16, 4)
@@ -17,13 +17,13 @@ struct Int8 {
 
     inline i64 loads() const { return (d + 3) / 4; }  // of a tile
 
-    // What 16 inputs are sorted by, before each 4 of them meet a load.
+    // The order of 16 inputs in memory, in which each 4 of them belong to one load.
     static inline __m512i sort(__m512i x) { return x; }
     static inline int start(float sum) { return -128 * (int)sum; }
 
     template <int R>
     static inline void gather(__m512i bytes, const int8_t* x, __m512i high[R], __m512i low[R]) {
-        const __m512i weights = _mm512_xor_si512(bytes, _mm512_set1_epi8(-128));  // 128 more: 1 .. 255
+        const __m512i weights = _mm512_xor_si512(bytes, _mm512_set1_epi8(-128));  // adds 128: 1 .. 255
         for (int r = 0; r < R; r++) add_products(weights, x + r * 2 * SPAN, high[r], low[r]);
     }
     static inline void add_products(__m512i weights, const int8_t* x, __m512i& high, __m512i& low) {
@@ -66,12 +66,12 @@ void round_row(const Input& in, i64 row, i64 d) {
     for (i64 span = 0; span < in.spans; span++) {
         const i64 at = span * in.rows + row, first = span * SPAN;
         float room[SPAN];
-        const float* x = whole(room, in.x + row * d + first, d - first);
+        const float* x = padded_span(room, in.x + row * d + first, d - first);
         __m512 size = _mm512_setzero_ps(), wrong = size;
         for (int i = 0; i < SPAN; i += 16) {
             const __m512 some = _mm512_loadu_ps(x + i);
             size = _mm512_max_ps(_mm512_abs_ps(some), size);
-            wrong = _mm512_fmadd_ps(some, _mm512_setzero_ps(), wrong);  // NaN and infinity must come out again
+            wrong = _mm512_fmadd_ps(some, _mm512_setzero_ps(), wrong);  // NaN and infinity must reach the result
         }
         const float largest = _mm512_reduce_max_ps(size), limit = 127 * 256;
         const __m512 inverse = _mm512_set1_ps(largest > 0 && largest < 1e38f ? limit / largest : 0);
@@ -90,7 +90,7 @@ void round_row(const Input& in, i64 row, i64 d) {
     }
 }
 
-// One tile for R rows, into its columns from .. to - 1.
+// One tile for R rows; of its columns, only from .. to - 1 are written.
 template <int R, class Weights>
 void tile(const Weights& w, const Input& in, i64 row, i64 t, i64 from, i64 to, const Target& target) {
     __m512 sums[R];
@@ -122,10 +122,10 @@ void tile(const Weights& w, const Input& in, i64 row, i64 t, i64 from, i64 to, c
 
 template <class Weights>
 void tiles(const Weights& w, const Input& in, i64 rows, i64 from, i64 to, const Target& target) {
-    const i64 most = share(rows, 8);
+    const i64 most = equal_share(rows, 8);
     for (i64 t = from / TILE; t * TILE < to; t++)
         for (i64 row = 0; row < rows; row += most)
-            counted<8>(smaller(rows - row, most), [&](auto count) { tile<decltype(count)::value>(w, in, row, t, from, to, target); });
+            dispatch<8>(smaller(rows - row, most), [&](auto count) { tile<decltype(count)::value>(w, in, row, t, from, to, target); });
 }
 
 }  // namespace
