@@ -118,7 +118,7 @@ class PreparedModel:
         self.weights = self._weights(model, stack)
         self.n_steps, self.moving = 0, threading.Lock()
         total = sum(tensor.nbytes for tensor in self.snapshot.tensors)
-        self.mover = huge_pages.move(self.snapshot.tensors if total >= LARGE_MODEL else [])
+        self.mover = huge_pages.move(self.snapshot.tensors) if total >= LARGE_MODEL else None
         self.pieces_a_step = -(-total // (huge_pages.PIECE * MOVING_STEPS))
 
     def is_current(self, model: Decoder | EncoderDecoder) -> bool:
@@ -138,12 +138,16 @@ class PreparedModel:
         for fused, bias in self.padded_biases:
             bias.copy_(cast(Tensor, fused.whole_bias()))
         self.n_steps += 1
-        if self.n_steps > FIRST_STEPS and self.moving.acquire(blocking=False):
+        if self.mover is not None and self.n_steps > FIRST_STEPS and self.moving.acquire(blocking=False):
             try:
-                for _ in islice(self.mover, self.pieces_a_step):
-                    pass
+                self._move_pages()
             finally:
                 self.moving.release()
+
+    def _move_pages(self) -> None:
+        """The next part. Called by one thread at a time."""
+        if self.mover is not None and len([*islice(self.mover, self.pieces_a_step)]) < self.pieces_a_step:
+            self.mover = None  # all is done
 
     def position_tables(self, n: int) -> PositionTables | None:
         """Tables of at least the first n positions. None: the model has fewer."""

@@ -113,8 +113,11 @@ class DecodeModel:
 
 class DecodeStep:
     def __init__(self, model: DecodeModel) -> None:
-        self._model = model
+        self._model, self._n_logits = model, model.model.head.n
         self._step = Step(model=ctypes.addressof(model.model))
+        self._address = ctypes.addressof(self._step)
+        self._pool: Tensor | None = None  # what the step was last filled with
+        self._positions: PositionTables | None = None
 
     def run(
         self,
@@ -127,14 +130,18 @@ class DecodeStep:
         """The logits after these tokens, whose keys and values are stored in the pool; each row's most likely next token
         takes the place of its token. `own` counts the tokens before these; `source` is that of cross-attention."""
         step = self._step
-        logits = torch.empty(len(tokens), self._model.model.head.n)
-        step.tokens, step.logits, step.pool = tokens.data_ptr(), logits.data_ptr(), pool.data_ptr()
-        step.positions, step.cos, step.sin = map(_address, positions[1:])
-        step.n_angles = 0 if positions.cos is None else positions.cos.shape[1]
+        logits = torch.empty(len(tokens), self._n_logits)
+        if pool is not self._pool:
+            self._pool, step.pool, step.block = pool, pool.data_ptr(), pool.shape[4]
+            step.block_stride, step.layer_stride, step.value_stride, step.head_stride = pool.stride()[:4]
+        if positions is not self._positions:
+            self._positions, (_, added, cos, sin) = positions, positions
+            step.positions, step.cos, step.sin = map(_address, (added, cos, sin))
+            step.n_angles = 0 if cos is None else cos.shape[1]
+        step.tokens, step.logits = tokens.data_ptr(), logits.data_ptr()
         step.own, step.source = _block_table(own), _block_table(source)
-        step.rows, step.block, step.threads = len(tokens), pool.shape[4], torch.get_num_threads()
-        step.block_stride, step.layer_stride, step.value_stride, step.head_stride = pool.stride()[:4]
-        native.decode_step(ctypes.addressof(step))
+        step.rows, step.threads = len(tokens), torch.get_num_threads()
+        native.decode_step(self._address)
         return logits
 
 
@@ -143,5 +150,6 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def _block_table(table: Table) -> BlockTable:
-    (blocks, _), (counts, _) = (each.__array_interface__["data"] for each in table)
-    return BlockTable(blocks, counts, table.blocks.shape[1])
+    blocks, counts = table
+    (at, _), (counts_at, _) = blocks.__array_interface__["data"], counts.__array_interface__["data"]
+    return BlockTable(at, counts_at, blocks.shape[1])

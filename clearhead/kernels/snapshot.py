@@ -13,7 +13,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 from torch.utils.hooks import RemovableHandle
 
-SHAPES = {"in_features", "out_features"}  # of nn.Linear: no forward reads them
+# Attributes of torch's modules that no forward of ours reads: shapes, mostly, which the weights have too.
+SHAPES = {"in_features", "out_features", "normalized_shape", "elementwise_affine", "num_embeddings", "embedding_dim"}
+UNREAD = {"training", *SHAPES, "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"}
+
+Entries = list[tuple[dict[str, Any], str]]
 
 
 class Snapshot:
@@ -24,15 +28,19 @@ class Snapshot:
     """
 
     def __init__(self, modules: Sequence[nn.Module], containers: Sequence[nn.Module] = ()) -> None:
-        entries = [(held, name) for module in (*modules, *containers) for held in _contents(module) for name in held]
-        self.attributes: list[dict[str, Any]] = [vars(module) for module in modules]
-        entries += [(held, name) for held in self.attributes for name in held if name[0] != "_" and name not in SHAPES]
-        self.dicts, self.names = [held for held, _ in entries], [name for _, name in entries]
-        self.values = [held[name] for held, name in entries]
-        self.n_attributes = list(map(len, self.attributes))
-        self.tensors = list({id(value): value for value in self.values if isinstance(value, Tensor)}.values())
+        entries: Entries = [
+            (held, name) for module in (*modules, *containers) for held in _contents(module) for name in held
+        ]
+        entries += [(vars(module), name) for module in modules for name in _attributes(module)]
+        # `==` compares tensors number by number, so these are compared by `is`; all else by `==`, which is faster.
+        self.tensor_at = list(zip(*(entry for entry in entries if isinstance(_get(entry), Tensor)), strict=True))
+        self.other_at = list(zip(*(entry for entry in entries if not isinstance(_get(entry), Tensor)), strict=True))
+        self.tensors: list[Tensor] = self._get(self.tensor_at)
+        self.others = self._get(self.other_at)
         self.matrices = [tensor for tensor in self.tensors if tensor.ndim == 2]
         self.memory = self._memory()
+        self.attributes: list[dict[str, Any]] = [vars(module) for module in modules]
+        self.n_attributes = list(map(len, self.attributes))
         self.replaces_methods = any(map(_replaces_methods, modules))
         self.hooks: list[Any] = [
             hooks
@@ -43,17 +51,22 @@ class Snapshot:
 
     def is_current(self) -> bool:
         return (
-            all(map(is_, map(dict[str, Any].get, self.dicts, self.names), self.values))
+            all(map(is_, self._get(self.tensor_at), self.tensors))
+            and self._get(self.other_at) == self.others
             and list(map(len, self.attributes)) == self.n_attributes  # a new one may be a method of the instance's own
             and self._memory() == self.memory
         )
 
+    @staticmethod
+    def _get(at: list[Any]) -> list[Any]:
+        return list(map(dict[str, Any].get, *at))
+
     def _memory(self) -> tuple[list[int], list[int], list[tuple[int, ...]]]:
-        tensors = self.tensors
+        matrices = self.matrices
         return (
-            list(map(Tensor.data_ptr, tensors)),
-            list(map(Tensor.numel, tensors)),
-            [*map(Tensor.stride, self.matrices)],
+            list(map(Tensor.data_ptr, self.tensors)),
+            list(map(Tensor.numel, matrices)),
+            [*map(Tensor.stride, matrices)],
         )
 
     def is_hooked(self) -> bool:
@@ -62,6 +75,16 @@ class Snapshot:
             self.hooked = bool(_has_any_global_hook()) or any(map(len, self.hooks))
             self.hook_id = -1 if self.hooked else RemovableHandle.next_id
         return self.hooked
+
+
+def _get(entry: tuple[dict[str, Any], str]) -> Any:
+    return entry[0].get(entry[1])
+
+
+def _attributes(module: nn.Module) -> list[str]:
+    """The names of what a forward may read. Whether a module is in training counts only if it drops numbers out."""
+    names = [name for name in vars(module) if name[0] != "_" and name not in UNREAD]
+    return [*names, "training"] if "dropout" in names else names
 
 
 def _contents(module: nn.Module) -> tuple[dict[str, Any], ...]:
