@@ -5,17 +5,32 @@ PIP_FLAGS ?= -qq
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench format clean compiler-needed browser-needed
+.PHONY: help demo test test-fast tools check bench format clean compiler-needed page-packages
 
 help: ## Print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: .venv/.installed ## Train a Transformer to read dates in 33 languages, in about a minute
 	@$(BIN)/clearhead demo
 
-# One thread each: the test processes already fill the cores.
-test: compiler-needed browser-needed .venv/.installed node_modules/.installed ## Run all tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
+# One thread each: the test processes already fill the cores. What a machine has no tool for is skipped, and counted at the end.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
+
+test: .venv/.installed page-packages ## Run all tests
+	@$(PYTEST)
+
+test-fast: .venv/.installed page-packages ## Run all tests but the slow ones, in about two minutes
+	@$(PYTEST) -m "not slow"
+
+tools: ## Install what some tests need: Chromium, node, a C++ compiler (Debian, Ubuntu)
+	@missing=""; \
+	  { $(CAN_COMPILE); } || missing="$$missing g++ python3-dev"; \
+	  command -v node >/dev/null 2>&1 && command -v npm >/dev/null 2>&1 || missing="$$missing nodejs npm"; \
+	  ( $(HAS_CHROMIUM) ) || missing="$$missing chromium"; \
+	  if [ -z "$$missing" ]; then echo "all tools are here"; \
+	  elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then apt-get update -qq && apt-get install -y -qq $$missing; \
+	  else echo "error: missing:$$missing; on Debian or Ubuntu: sudo apt-get install$$missing, on macOS: xcode-select --install," \
+	    "brew install node chromium" >&2; exit 1; fi
 
 check: .venv/.installed node_modules/.installed ## Check format, lint, types, import arrows and public names
 	$(BIN)/ruff format --check .
@@ -72,7 +87,9 @@ CANNOT_COMPILE = no C++ compiler or no Python headers found, and torch.compile n
 compiler-needed:
 	@{ $(CAN_COMPILE); } || { echo "error: $(CANNOT_COMPILE)" >&2; exit 1; }
 
-# The names that tests/browser looks for.
-browser-needed:
-	@for name in "$${CHROMIUM:-chromium}" chromium-browser google-chrome; do command -v "$$name" >/dev/null 2>&1 && exit 0; done; \
-	  echo "error: no Chromium found, and the tests open the explorer's page in one; on Debian or Ubuntu: apt install chromium, elsewhere: set CHROMIUM to its executable" >&2; exit 1
+# The names that tests/tools.py looks for.
+HAS_CHROMIUM = for name in "$${CHROMIUM:-chromium}" chromium-browser google-chrome; do command -v "$$name" >/dev/null 2>&1 && exit 0; done; exit 1
+
+# Where there is node, what it brings for the tests of the explorer's page.
+page-packages:
+	@if command -v node >/dev/null 2>&1 && command -v npm >/dev/null 2>&1; then $(MAKE) --no-print-directory node_modules/.installed; fi

@@ -11,6 +11,8 @@ files as a test of its own, in a fresh process with CLEARHEAD_SHAPES=unchecked, 
     CLEARHEAD_SHAPES=unchecked python -m pytest tests/compiled/cases_attend.py
 
 The flex kernel compiles by itself, so a checked test that runs it asks for `uncompiled_flex`.
+
+Tools. Tests that need Chromium, node or a C++ compiler are skipped without them, and the last line says so (tools.py).
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ import pytest
 import torch
 from hypothesis import register_random, settings
 from torch.nn.attention import flex_attention
+
+from tests import tools
 
 if os.environ.get("CLEARHEAD_SHAPES") != "unchecked":
     jaxtyping.install_import_hook("clearhead", "beartype.beartype")
@@ -44,6 +48,32 @@ class TorchRandom:
 
 torch_random = TorchRandom()
 register_random(torch_random)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if reason := tools.what_is_missing(item):
+        pytest.skip(reason)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One loud line when tests were skipped for want of a tool."""
+    skipped = tools.count_skips(terminalreporter.stats.get("skipped", []))
+    if not skipped:
+        return
+    why = ", ".join(f"{count} without {tool}" for tool, count in skipped.items())
+    verdict = "; here that is a failure" if tools.all_tools_needed() else ""
+    line = f"{skipped.total()} TESTS SKIPPED FOR WANT OF A TOOL ({why}){verdict}; this brings it: make tools"
+    terminalreporter.write_sep("!", line, red=True, bold=True)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = tools.count_skips(reporter.stats.get("skipped", [])) if reporter is not None else None
+    if skipped and tools.all_tools_needed() and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(autouse=True)

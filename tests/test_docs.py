@@ -124,7 +124,7 @@ def test_the_commands_exist(page: Path) -> None:
 
 
 def targets() -> set[str]:
-    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M))
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names)

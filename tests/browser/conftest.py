@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Generator
 from pathlib import Path
 
@@ -13,18 +12,9 @@ from playwright.sync_api import Browser, sync_playwright
 from tests.browser.models import make_models
 from tests.browser.opened import Opened
 from tests.serving.live_server import served
+from tests.tools import find_chromium
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
 Open = Callable[..., Opened]
-
-
-def find_chromium() -> str:
-    for name in (os.environ.get("CHROMIUM") or NAMES[0], *NAMES[1:]):
-        if found := shutil.which(name):
-            return found
-    pytest.fail(
-        f"no Chromium found (looked for $CHROMIUM, {', '.join(NAMES)}); on Debian or Ubuntu: apt install chromium"
-    )
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +31,7 @@ def address(places: dict[str, Path]) -> Generator[str]:
 # Playwright holds this thread's event loop for as long as it runs, so it ends with this folder: others need the loop too.
 @pytest.fixture(scope="package")
 def chromium() -> Generator[Browser]:
-    executable = find_chromium()
+    executable = find_chromium()  # without one these tests are skipped before this is asked for
     with sync_playwright() as playwright:
         args = ["--no-sandbox"] if os.geteuid() == 0 else []
         browser = playwright.chromium.launch(executable_path=executable, args=args)

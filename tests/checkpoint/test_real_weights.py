@@ -22,13 +22,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from shared import shared_data
 from typer.testing import CliRunner
 
 from clearhead.checkpoint import load
 from clearhead.cli import app
 from clearhead.data import load_tokenizer
 from clearhead.data.tokenizer_parts import byte_alphabet
+from tests.shared_data import shared_data
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clearhead-tests"
 PIP = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]

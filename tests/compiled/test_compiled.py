@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from apart import run_apart
+
+from tests.fresh_process import run_in_fresh_process
 
 CASES = sorted(Path(__file__).parent.glob("cases_*.py"))
 
@@ -16,4 +17,4 @@ def test_there_are_cases() -> None:
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
 def test_compiled(path: Path) -> None:
-    run_apart(path)
+    run_in_fresh_process(path)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import DEVICE, need_triton
 from torch import Tensor
 
 import clearhead as ch
 from clearhead.quantization import float8 as fp8
 from clearhead.training.tasks.task import token_losses
+from tests.triton_interpreter import DEVICE, need_triton
 
 need_triton()
 pytestmark = pytest.mark.filterwarnings(

@@ -23,7 +23,7 @@ from clearhead.data import (
     train_tokenizer,
 )
 from clearhead.errors import ConfigError, InputError
-from tests.shared import shared_data
+from tests.shared_data import shared_data
 
 
 def some_lengths(n: int = 997, seed: int = 3) -> list[np.ndarray]:

@@ -29,7 +29,7 @@ from clearhead.data import (
 )
 from clearhead.data.corpora import PIECE
 from clearhead.errors import CheckpointError, InputError
-from tests.shared import shared_data
+from tests.shared_data import shared_data
 
 
 @pytest.fixture(scope="module")

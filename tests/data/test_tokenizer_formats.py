@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import tokenizers
-from shared import shared_data
 
 from clearhead.data import Tokenizer, load_tokenizer, train_tokenizer
 from clearhead.data.tokenizer_formats import read_tiktoken
 from clearhead.data.tokenizer_parts import byte_alphabet
 from clearhead.errors import CheckpointError
+from tests.shared_data import shared_data
 
 from .conftest import TEXTS, write_json
 

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from shared import shared_data
 
 from clearhead.data import train_tokenizer
 from clearhead.errors import ConfigError, InputError
+from tests.shared_data import shared_data
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "wordpiece"])

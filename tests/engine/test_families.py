@@ -18,7 +18,7 @@ from clearhead.generation import Engine, Request, generate
 from tests.families.compare import tiny
 from tests.families.test_whisper import whisper
 from tests.generation.models import ENDS, cut, texts
-from tests.shared import shared_data
+from tests.shared_data import shared_data
 
 SIZES: dict[str, Any] = dict(
     vocab_size=53,

@@ -48,7 +48,7 @@ CASES: list[Any] = [
 ]
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="node makes the other side's keys")
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node found")
 @pytest.mark.parametrize("params", CASES)
 def test_the_page_makes_the_same_keys(params: dict[str, Any]) -> None:
     source = (PAGE_FILES / "ask.js").read_text()

@@ -27,7 +27,7 @@ from clearhead.generation.texts import (
     stream_text,
     write_texts,
 )
-from tests.shared import shared_data
+from tests.shared_data import shared_data
 
 TEXTS = ["the cat sat on the mat", "one two three four", "a dog ran", '{"a": [0.5, 12]}, yes or no'] * 3
 

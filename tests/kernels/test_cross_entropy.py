@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from interpreted import DEVICE, need_triton
 from torch import Tensor
 
 from clearhead.training.losses import IGNORED, SCALE, cross_entropy
+from tests.triton_interpreter import DEVICE, need_triton
 
 need_triton()
 gpu: Any = importlib.import_module("clearhead.kernels.gpu.cross_entropy")

@@ -231,7 +231,7 @@ print(native.why_not())
         ({"CLEARHEAD_NATIVE": "0"}, "CLEARHEAD_NATIVE=0"),
         ({"PATH": "", "CXX": ""}, r"no C\+\+ compiler was found; install g\+\+"),
         ({"CXX": "/bin/false"}, "/bin/false .* failed"),
-        ({"CLEARHEAD_CACHE": "/proc/nowhere"}, "/proc/nowhere"),
+        pytest.param({"CLEARHEAD_CACHE": "/proc/nowhere"}, "/proc/nowhere", marks=needs_native),
     ],
 )
 def test_without(settings: dict[str, str], reason: str, tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from apart import run_apart
-from interpreted import DEVICE, need_triton
 from torch import Tensor, nn
 
 import clearhead as ch
@@ -19,6 +17,8 @@ from clearhead.errors import ConfigError
 from clearhead.layers.feedforward import ACTIVATIONS, FeedForward
 from clearhead.layers.linear import FusedLinear, Linear, save_apart
 from clearhead.quantization import float8 as fp8
+from tests.fresh_process import run_in_fresh_process
+from tests.triton_interpreter import DEVICE, need_triton
 
 need_triton()
 gpu: Any = importlib.import_module("clearhead.kernels.gpu.float8_cast")
@@ -256,4 +256,4 @@ def test_an_older_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compiled() -> None:
-    run_apart(Path(__file__).parents[1] / "compiled" / "triton_fp8.py")
+    run_in_fresh_process(Path(__file__).parents[1] / "compiled" / "triton_fp8.py")

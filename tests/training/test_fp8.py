@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreted import DEVICE, need_triton
 
 import clearhead as ch
 from clearhead.errors import ConfigError
@@ -14,6 +13,7 @@ from clearhead.quantization import float8 as fp8
 from clearhead.training import Recipe, train
 from clearhead.training.distributed import Processes
 from clearhead.training.loop import check_fp8
+from tests.triton_interpreter import DEVICE, need_triton
 from training.tiny_runs import Watching, make_recipe, metrics, stop_and_resume, weights
 
 SIZES = dict(d_model=16, n_heads=2, d_ff=32, dropout=0.0)

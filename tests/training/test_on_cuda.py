@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from apart import run_apart
+
+from tests.fresh_process import run_in_fresh_process
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_replayed() -> None:
-    run_apart(Path(__file__).parents[1] / "compiled" / "cuda_training.py")
+    run_in_fresh_process(Path(__file__).parents[1] / "compiled" / "cuda_training.py")

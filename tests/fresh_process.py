@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 
-def run_apart(path: Path) -> None:
+def run_in_fresh_process(path: Path) -> None:
     ran = subprocess.run(
         # no:logging leaves out the thousands of lines torch.compile logs about itself when a test fails
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:logging", str(path)],
