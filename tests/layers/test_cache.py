@@ -1,4 +1,7 @@
-"""The cache: reading in pieces is reading at once, whatever the pieces, the padding, the window and the rows kept."""
+"""The cache by itself: reading in pieces is reading at once, whatever the pieces, the padding, the window and the rows kept.
+
+Models that use it are in tests/models/test_cached_forward.py; the paged cache of the engine is in tests/engine/test_kv_cache.py.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +60,8 @@ def cut(sizes: list[int], length: int = LENGTH) -> list[slice]:
 
 
 pieces = st.lists(st.integers(1, LENGTH), min_size=LENGTH, max_size=LENGTH).map(cut)
+PROMPTS = torch.ones(B, LENGTH).bool()  # of several lengths, padded left and in the middle; then one token each
+PROMPTS[1, :4] = PROMPTS[2, 3:6] = False
 reals = st.one_of(
     st.none(),
     st.lists(st.lists(st.booleans(), min_size=LENGTH, max_size=LENGTH), min_size=B, max_size=B).map(torch.tensor),
@@ -69,6 +74,8 @@ reals = st.one_of(
 @example(parts=cut([1] * LENGTH), width=5, real=None)
 @example(parts=cut([LENGTH]), width=5, real=None)
 @example(parts=cut([4, 3, 1, 5]), width=3, real=torch.arange(LENGTH)[None] >= torch.tensor([[0], [6], [11]]))
+@example(parts=cut([6] + [1] * (LENGTH - 1)), width=0, real=PROMPTS)
+@example(parts=cut([6] + [1] * (LENGTH - 1)), width=4, real=PROMPTS)
 def test_pieces_are_the_whole(parts: list[slice], width: int, real: Tensor | None) -> None:
     """With a window, memory is bounded by it; the queries compared are the real ones."""
     q, k, v = random_qkv()
@@ -100,23 +107,6 @@ def test_the_ring_holds_the_last_keys_by_position(parts: list[slice], width: int
             for i, layer in enumerate(cache.layers):
                 assert torch.equal(layer.k[b, :, place % width], k[i, b, :, t])
                 assert torch.equal(layer.v[b, :, place % width], v[i, b, :, t])
-
-
-def test_a_padded_first_call_and_unpadded_ones_after() -> None:
-    """A batch of prompts of different lengths, then one token each: how generation uses it."""
-    real = torch.ones(B, LENGTH).bool()
-    real[1, :4] = False
-    real[2, 3:6] = False
-    for width in (0, 4):
-        q, k, v = random_qkv()
-        cache = new_cache(window=width)
-        out = [read(cache, q[..., :6, :], k[..., :6, :], v[..., :6, :], real[:, :6], width)]
-        for t in range(6, LENGTH):
-            at = slice(t, t + 1)
-            out.append(read(cache, q[..., at, :], k[..., at, :], v[..., at, :], None, width))
-        ours, expected = torch.cat(out, 3), read_whole(q, k, v, real, width)
-        shown = real[None, :, None, :, None].expand_as(ours)
-        torch.testing.assert_close(ours[shown], expected[shown], **TIGHT)
 
 
 def test_positions_count_real_tokens() -> None:
