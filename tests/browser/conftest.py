@@ -1,4 +1,4 @@
-"""One server of tiny models, one Chromium, and pages that fail a test when they complain or reach outside this machine."""
+"""One server of tiny models, one Chromium, and pages that fail a test on errors and on requests to other machines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def address(places: dict[str, Path]) -> Generator[str]:
         yield url
 
 
-# Playwright holds this thread's event loop for as long as it runs, so it ends with this folder: others need the loop too.
+# Playwright occupies this thread's event loop while it runs, so it ends with this folder: other tests need the loop.
 @pytest.fixture(scope="package")
 def chromium() -> Generator[Browser]:
     executable = find_chromium()  # without one these tests are skipped before this is asked for
@@ -41,7 +41,7 @@ def chromium() -> Generator[Browser]:
 
 @pytest.fixture
 def open_page(chromium: Browser, address: str) -> Generator[Open]:
-    """Opens the page at a view: `open_page(model="gpt", panel="lens")`; what went wrong by the end of the test fails it."""
+    """Opens the page at a view: `open_page(model="gpt", panel="lens")`; errors on the page fail the test at its end."""
     opened: list[Opened] = []
 
     def open_one(at: str | None = None, *, script: str = "", **state: str | int) -> Opened:

@@ -10,7 +10,7 @@ import torch
 import clearhead as ch
 
 TEXTS = ["the cat sat on the mat", "a dog ran over the hill", "hello there, how are you?"] * 9
-LETTERS = "abcdefghijkl"  # all different, so that a token names its place
+LETTERS = "abcdefghijkl"  # all different, so that a token names its position
 WIDE = 16  # of a hand-built head, and its longest text
 
 
@@ -38,7 +38,9 @@ def make_models(folder: Path) -> dict[str, Path]:
     for name, config in configs.items():
         model: Any = ch.build(config, seed=5)
         with torch.no_grad():
-            for weight in model.parameters():  # as they start, no head says enough to change an answer
+            for (
+                weight
+            ) in model.parameters():  # larger weights than at initialisation, so that a head can change the output
                 weight.mul_(5 if weight.ndim > 1 else 1)
         if name != "digits":
             model.generation = ch.Generation(bos=tokenizer.bos, eos=(tokenizer.eos,), decoder_start=tokenizer.bos)
@@ -50,13 +52,13 @@ def make_models(folder: Path) -> dict[str, Path]:
 
 
 def make_pattern(folder: Path) -> Path:
-    """A decoder of one layer whose four heads look at the token before, at the first, at all alike, and at both the token
-    before and itself: each token's place is one of WIDE directions, and queries are built to find the directions they want."""
+    """A decoder of one layer whose four heads attend to the token before, to the first, to all equally, and to both the token
+    before and itself: each position is one of WIDE directions, and queries are built to match the wanted directions."""
     tokenizer = ch.train_tokenizer(texts=[LETTERS], kind="chars", vocab_size=20, special=["<unk>"], add_bos=False)
     config = ch.preset("gpt2", n_layers=1, d_model=4 * WIDE, n_heads=4, vocab_size=tokenizer.vocab_size, max_len=WIDE)
     model: Any = ch.build(config, seed=5)
     here = torch.eye(WIDE)
-    before = here.roll(1, 1)  # column i asks for place i - 1, and the first for itself
+    before = here.roll(1, 1)  # column i attends to position i - 1, and the first to itself
     before[:, 0] = here[:, 0]
     first = torch.zeros(WIDE, WIDE)
     first[0] = 1
@@ -77,7 +79,7 @@ def make_pattern(folder: Path) -> Path:
 
 
 def known_pattern(n: int) -> torch.Tensor:
-    """What the hand-built heads do, by what they were built for."""
+    """The attention that the hand-built heads must show."""
     weights = torch.zeros(4, n, n)
     for i in range(n):
         weights[0, i, max(0, i - 1)] = 1

@@ -1,4 +1,4 @@
-"""A page open in the browser, watched: every request, every complaint."""
+"""A page in the browser, with all its requests and errors recorded."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from playwright.sync_api import BrowserContext, ConsoleMessage, Locator, Request
 
 LOOPBACK = {"127.0.0.1", "localhost", "[::1]", "::1"}
 LOCAL_SCHEMES = {"data", "blob", "file", "about"}
-# Nothing asked and nothing busy, over two frames: the page goes on asking in the frame in which an answer arrives. A grid of
-# heads asks for the next layer when it has drawn one.
+# No open request and nothing busy, for two frames: the page may send a request in the frame in which an answer arrives. The grid
+# of heads requests the next layer when it has drawn one.
 QUIET = """async () => {
   for (let i = 0; i < 2; i++) {
     if (document.querySelector('[aria-busy=true]')) return false;
@@ -54,7 +54,7 @@ class Opened:
             self.outside.append(request.url)
 
     def _console(self, message: ConsoleMessage) -> None:
-        # Reading pixels is what tests do, not the page.
+        # Only tests read pixels; the page does not.
         if message.type in ("error", "warning") and "willReadFrequently" not in message.text:
             self.complaints.append(f"{message.type}: {message.text}")
 
@@ -70,7 +70,7 @@ class Opened:
         self.settle()
 
     def settle(self, seconds: float = 30) -> None:
-        """Wait until the page has all it asked for."""
+        """Wait until all requests of the page are answered."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if not self.waiting and self.page.evaluate(QUIET) and not self.waiting:
@@ -79,7 +79,7 @@ class Opened:
         raise AssertionError(f"after {seconds} s the page still waits for {[one.url for one in self.waiting]}")
 
     def state(self) -> dict[str, str]:
-        """What the address says by now; the page writes it a moment after a change."""
+        """The state in the address; the page writes it a moment after a change."""
         self.page.wait_for_timeout(250)
         return self.page.evaluate("Object.fromEntries(new URLSearchParams(location.hash.slice(1)))")
 
@@ -89,12 +89,12 @@ class Opened:
         return self.panel
 
     def choose(self, words: str) -> None:
-        """One of a few options side by side."""
+        """Choose one of several radio options."""
         self.panel.get_by_role("radio", name=words, exact=True).check()
         self.settle()
 
     def type(self, text: str, label: str = "Text") -> None:
-        """Type over the text, and wait for what the page makes of it."""
+        """Replace the text, and wait for the answers."""
         with self.page.expect_response("**/explore/read"):
             self.page.get_by_label(label, exact=True).fill(text)
         self.settle()
@@ -111,11 +111,11 @@ class Opened:
         return self.page.locator(f"[aria-label='{side} tokens'] [role=option]").all_text_contents()
 
     def picture(self, canvas: Locator) -> str:
-        """What a canvas shows, to be compared."""
+        """The content of a canvas, for comparison."""
         return canvas.evaluate("c => c.toDataURL()")
 
     def colours(self, canvas: Locator) -> int:
-        """How many different colours a canvas shows: an empty one shows one."""
+        """The number of different colours of a canvas; 1 if it is empty."""
         return canvas.evaluate(
             """c => new Set(new Uint32Array(
                  c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)).size"""

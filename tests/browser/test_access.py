@@ -1,4 +1,4 @@
-"""For everybody: axe-core finds nothing serious on any panel, and the whole page can be used without a pointer."""
+"""Accessibility: axe-core finds nothing serious on any panel, and the whole page can be used with the keyboard."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_walk_with_the_keyboard_alone(open_page: Open) -> None:
     one.settle()
     assert one.state()["text"] == "a dog ran over the hill"
 
-    # Tokens: one stop, arrows inside; the token in focus shades what it looks at.
+    # Tokens: one stop, arrows inside; the token in focus shades the others by its weights.
     press_until(one, "^option")
     keyboard.press("ArrowRight")
     keyboard.press("End")
@@ -161,7 +161,7 @@ def test_focus_is_always_seen(open_page: Open) -> None:
 
 
 def test_every_canvas_has_its_words(open_page: Open) -> None:
-    """A name, a summary beside it and a table of its numbers, but for thumbnails and the colour key, which are named."""
+    """A name, a summary and a table of its numbers; thumbnails and the colour key have a name only."""
     one = open_page(model="gpt")
     for panel in one.page.locator("[role=tab]").evaluate_all("tabs => tabs.map(tab => tab.id.slice(4))"):
         one.tab(panel)

@@ -37,7 +37,7 @@ def test_an_exported_page_needs_nothing(open_page: Open, places: dict[str, Path]
         one.settle()
         assert one.errors == []
         assert one.colours(one.panel.get_by_label("Attention map").first) > 3
-    # What it does not hold it says, in the page.
+    # The page says what it does not hold.
     if name != "digits":
         one.page.locator(".given textarea").first.fill("something else")
         one.page.locator(".error").first.wait_for()
@@ -45,7 +45,7 @@ def test_an_exported_page_needs_nothing(open_page: Open, places: dict[str, Path]
 
 
 def test_a_notebooks_frame(open_page: Open, places: dict[str, Path], tmp_path: Path) -> None:
-    """In a frame that may run script and nothing else, as notebooks show it."""
+    """In a sandboxed frame that may only run scripts, as in notebooks."""
     model = ch.load(places["gpt"]).eval()
     tokenizer = ch.load_tokenizer(places["gpt"])
     ids = tokenizer.encode("the cat sat")

@@ -1,4 +1,4 @@
-"""Texts as people write them, views that are shared by their address, and what the page says when something is wrong."""
+"""Texts in many scripts, views shared by their address, and error messages on the page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_any_text_is_shown_whole(open_page: Open, places: dict[str, Path], model
 
 
 def test_right_to_left_tokens_stand_alone(open_page: Open) -> None:
-    """Each is isolated, so that the strip still runs from left to right."""
+    """Each token is isolated, so that the strip still runs from left to right."""
     one = open_page(model="gpt", text=TEXTS["right to left"])
     chips = one.page.locator("[aria-label='Input tokens'] [role=option]:not(.special)")
     assert chips.evaluate_all("all => all.every(one => one.localName === 'bdi')")
@@ -44,7 +44,7 @@ def test_right_to_left_tokens_stand_alone(open_page: Open) -> None:
 
 
 def test_padded_inputs_hide_their_padding(open_page: Open) -> None:
-    """What is said of a text does not change with padding behind it."""
+    """Padding behind a text does not change its answers."""
     said: list[str] = []
     for text in ("the cat sat", "the cat sat<pad><pad><pad>"):
         one = open_page(model="classes", text=text)
@@ -92,7 +92,7 @@ def test_an_address_restores_its_view(open_page: Open, view: dict[str, str]) -> 
     second.page.wait_for_selector("[role=tab]")
     second.settle()
     looks: list[tuple[str, list[str]]] = []
-    for _ in range(50):  # a heading may still follow the last answer
+    for _ in range(50):  # a heading may change after the last answer
         looks = [
             (one.panel.inner_text(), list(map(one.picture, one.panel.locator("canvas").all())))
             for one in (first, second)

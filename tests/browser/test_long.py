@@ -1,4 +1,4 @@
-"""A session with 1,000 tokens and 144 heads: the page stays awake, and hands nobody a whole attention matrix."""
+"""A session with 1,000 tokens and 144 heads: the page stays responsive, and no whole attention matrix is sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONG_TASKS = """
   new PerformanceObserver(list => window.tasks.push(...list.getEntries().map(each => [each.startTime, each.duration])))
     .observe({type: 'longtask', buffered: true});
 """
-# The aim is 50 ms, and benchmarks/cpu/explorer_page.py measures it; here others may hold the core, and only a blunder should fail.
+# The aim is 50 ms, and benchmarks/cpu/explorer_page.py measures it; here only a large delay fails.
 MOST = 250
 WORDS = ["the", "cat", "sat", "on", "the", "mat", "a", "dog", "ran", "over", "the", "hill"]
 TEXT = " ".join(WORDS[(7 * i + i * i // 3) % len(WORDS)] for i in range(857))
@@ -59,7 +59,7 @@ def sweep(one: Opened, canvas: Any, n: int) -> None:
 
 
 def test_no_answer_grows_with_the_square_of_the_text(open_page: Open) -> None:
-    """A map of 1,000 x 1,000 weights would be 4 MB; what is asked for is never larger than 256 x 256."""
+    """A map of 1,000 x 1,000 weights would be 4 MB; no request is for more than 256 x 256."""
     one = open_page(model="long", text="the cat")
     sizes: dict[str, int] = {}
 
@@ -78,7 +78,7 @@ def test_no_answer_grows_with_the_square_of_the_text(open_page: Open) -> None:
 
 @pytest.mark.parametrize("row", [0, 700])
 def test_a_row_of_a_pooled_map_is_exact(open_page: Open, row: int) -> None:
-    """The map shows the largest of many weights; the token strip is shaded by the row itself, asked for on its own."""
+    """The map is max-pooled; the token strip is shaded by the exact row, which has its own request."""
     one = open_page(model="long", text=TEXT)
     with one.page.expect_response("**/explore/row") as answer:
         one.page.locator("[role=option]").nth(row).hover()

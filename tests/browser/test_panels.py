@@ -64,7 +64,7 @@ def use_heads(one: Opened, place: Path, model: str) -> None:
     panel.get_by_label("Order by").select_option("entropy")
     scores = [float(text.split()[-1]) for text in cells.evaluate_all("all => all.map(one => one.dataset.score)")]
     assert scores == sorted(scores), "low entropy first"
-    # A row in focus shades what it looks at.
+    # A row in focus shades the tokens by its weights.
     if model == "digits":
         page.get_by_label("The picture and its patches").first.hover()
     else:

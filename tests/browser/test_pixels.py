@@ -1,4 +1,4 @@
-"""What is drawn is what the server says, and what the server says is what the model was built to do."""
+"""The page draws the server's numbers, and these are what the hand-built model must give."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.browser.models import LETTERS, known_pattern
 from tests.browser.opened import Opened
 
 SITE = "blocks.0.attention"
-# One pass over the map as it is drawn: at each point its colour and what the tooltip says of it. Nothing is drawn in between,
-# for drawing waits for the next frame.
+# One pass over the drawn map: at each point its colour and its tooltip. Nothing is drawn in between, since drawing waits for the
+# next frame.
 SURVEY = """canvas => {
   const {width, height} = canvas, box = canvas.getBoundingClientRect(), ratio = width / box.width;
   const colours = canvas.getContext('2d').getImageData(0, 0, width, height).data;
@@ -62,7 +62,7 @@ def test_server_says_what_the_model_was_built_to_do(address: str) -> None:
     for head in range(4):
         asked = {"run": run_of("pattern", LETTERS), "site": SITE, "head": head, "box": None, "most": 256}
         _, arrays = ask(address, "map", asked)
-        # The token embeddings are not quite zero, so that the head has something to say.
+        # The token embeddings are not quite zero, so that logits differ.
         assert np.abs(arrays["map"] - expected[head]).max() < 2e-3
 
 

@@ -1,13 +1,18 @@
-"""Tiny models of every shape, with a tokenizer."""
+"""Explorers of tiny models of every shape, and their inputs and weights computed without the explorer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
+import torch
 
 import clearhead as ch
 from clearhead.data import Tokenizer
 from clearhead.explorer import Explorer
+from clearhead.explorer.wire_format import unpack
+from clearhead.inside import probe
 
 TEXTS = ["the cat sat on the mat", "a dog ran over the hill", "hello there, how are you?"] * 9
 TEXT = "the cat sat on the mat. the cat"
@@ -54,3 +59,25 @@ def make_run(explorer: Explorer, text: str = TEXT, **more: Any) -> dict[str, Any
     more = {"target": "the cat", **more} if explorer.model.config.inputs == "frames" else more
     start = {"model": explorer.name, "text": text if is_text else "sample:3", "target": None, "second": None}
     return {**start, "changes": [], **more}
+
+
+def ask(explorer: Explorer, name: str, **params: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    return unpack(explorer.answer(name, params))
+
+
+def inputs_of(explorer: Explorer, run: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    """The model's inputs, rebuilt from the answer to `read`."""
+    reply, _ = ask(explorer, "read", run=run)
+    source = explorer.inputs.read(run["text"]).tensor
+    if source.is_floating_point():
+        inputs: tuple[torch.Tensor, ...] = (source,)
+    else:
+        inputs = (torch.tensor([reply["source"]["ids"]]),)
+        assert torch.equal(inputs[0], source)
+    return inputs if reply["target"] is None else (*inputs, torch.tensor([reply["target"]["ids"]]))
+
+
+def weights_of(explorer: Explorer, run: Mapping[str, Any], site: str) -> torch.Tensor:
+    with torch.no_grad(), probe(explorer.model, f"{site}.weights") as seen:
+        explorer.model(*inputs_of(explorer, run))
+    return seen[f"{site}.weights"][0]

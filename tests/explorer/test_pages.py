@@ -1,4 +1,4 @@
-"""The packed form, the keys, and the page as one file."""
+"""The wire format, the keys of requests, and the page as one file."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_packed_is_unpacked() -> None:
         "turned": np.arange(6, dtype=np.int32).reshape(2, 3).T,
     }
     packed = pack({"text": "日本 🙂 </script>", "nothing": float("nan"), "list": [1, (2, float("inf"))]}, **arrays)
-    told, found = unpack(packed)
-    assert told == {"text": "日本 🙂 </script>", "nothing": None, "list": [1, [2, None]]}
+    reply, found = unpack(packed)
+    assert reply == {"text": "日本 🙂 </script>", "nothing": None, "list": [1, [2, None]]}
     for name, array in arrays.items():
         np.testing.assert_array_equal(found[name], array)
     n = int.from_bytes(packed[:4], "little")
@@ -70,7 +70,7 @@ def answers_in(page: str) -> dict[str, bytes]:
 
 
 def loads_nothing(page: str) -> bool:
-    """No address to fetch from, in the file or in the modules it carries."""
+    """No address to load from, in the file or in the modules it carries."""
     modules = re.findall(r"data:text/javascript;base64,([A-Za-z0-9+/=]+)", page)
     texts = [page, *(base64.b64decode(module).decode() for module in modules)]
     assert len(texts) > 5
@@ -84,20 +84,20 @@ def loads_nothing(page: str) -> bool:
 def test_an_exported_page_has_what_the_page_asks(kind: str) -> None:
     explorer = make_explorer(kind)
     page = export_page(explorer.model, explorer.inputs.maybe_tokenizer, name=kind)
-    told = answers_in(page)
+    reply = answers_in(page)
     assert len(page.encode()) < 3_000_000
     assert loads_nothing(page)
     run = make_run(explorer, explorer.description()["example"])
     run = {**run, "text": explorer.description()["example"]}
-    assert told[key_of("read", {"run": run})] == explorer.answer("read", {"run": run})
+    assert reply[key_of("read", {"run": run})] == explorer.answer("read", {"run": run})
     for attention in explorer.description()["attentions"]:
         for layer, site in enumerate(attention["sites"]):
             asked: dict[str, Any] = {"run": run, "attention": attention["name"], "layer": layer, "size": 32}
-            assert key_of("grid", asked) in told
+            assert key_of("grid", asked) in reply
             for head in range(attention["n_heads"][layer]):
                 asked = {"run": run, "site": site, "head": head, "box": None, "most": 256}
-                assert told[key_of("map", asked)] == explorer.answer("map", asked)
-    assert key_of("lens", {"run": run, "first": 0, "n": 256}) in told
+                assert reply[key_of("map", asked)] == explorer.answer("map", asked)
+    assert key_of("lens", {"run": run, "first": 0, "n": 256}) in reply
     assert "left_out" in page
 
 
@@ -124,12 +124,12 @@ def test_show_is_a_frame_with_the_maps(explorer: Explorer) -> None:
         explorer.model(tokens)
     frame = seen.show([f"t{i}" for i in range(7)], batch=1)._repr_html_()
     page = html.unescape(re.search(r'srcdoc="([^"]*)"', frame)[1])  # type: ignore[index]
-    told = answers_in(page)
+    reply = answers_in(page)
     run = {"model": "seen", "text": "", "target": None, "second": None, "changes": []}
     asked = {"run": run, "site": "blocks.2.attention", "head": 1, "box": None, "most": 256}
-    _, arrays = unpack(told[key_of("map", asked)])
+    _, arrays = unpack(reply[key_of("map", asked)])
     np.testing.assert_array_equal(arrays["map"], seen["blocks.2.attention.weights"][1, 1])
-    assert unpack(told[key_of("read", {"run": run})])[0]["source"]["tokens"][6] == "t6"
+    assert unpack(reply[key_of("read", {"run": run})])[0]["source"]["tokens"][6] == "t6"
     with pytest.raises(ch.InputError, match="7 tokens, but 2 names"):
         seen.show(["a", "b"])
     with probe(explorer.model, "blocks.0.residual") as nothing:

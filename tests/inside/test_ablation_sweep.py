@@ -1,4 +1,4 @@
-"""`sweep`: all heads at once are the heads one by one."""
+"""`sweep`: all heads at once give the same numbers as the heads one by one."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_with_the_targets_padding_and_a_window_of_memory() -> None:
     targets = right(model, args).masked_fill(~options["target_mask"], -100)
     whole = sweep(model, *args, targets=targets, **options)
     assert_same(whole, one_by_one(model, targets, args, **options), 1e-9)
-    few = sweep(model, *args, targets=targets, max_tokens=1, **options)  # a head at a time
+    few = sweep(model, *args, targets=targets, max_tokens=1, **options)  # one head at a time
     assert_same(few, whole, 1e-9)
 
 
@@ -107,7 +107,7 @@ def test_two_texts_are_one_batch() -> None:
 
 
 def test_any_figure() -> None:
-    """A figure of texts, say: here, how often a token is the likeliest."""
+    """Any measure; here, how often a token is the likeliest."""
     model = tiny("gpt2")
     args = inputs(model.config)
 

@@ -1,4 +1,4 @@
-"""`intervene`: what it changes is what a hand-made model would compute, and nothing of it stays.
+"""`intervene`: its changes equal those of a model changed by hand, and nothing stays after the `with`.
 
 The references edit weights, or are the runs that the values were taken from.
 """
@@ -20,7 +20,7 @@ from clearhead.layers.block import Block
 from clearhead.models import Model
 
 OUT, RESIDUAL = "blocks.1.attention.out", "blocks.0.residual"
-# Weights are recomputed by the equation; all else is a site that the kernels' own numbers pass.
+# Weights are recomputed by the equation; at all other sites the kernels' own numbers are changed.
 PASSED = ["embedding", "*.embedding", "*.q", "*.k", "*.v", "*.out", "*.hidden", "*.residual"]
 
 
@@ -73,7 +73,7 @@ def test_a_scaled_head(name: str) -> None:
 
 
 def test_a_head_at_its_mean() -> None:
-    """Its mean over rows and tokens is one vector, and what it writes a bias."""
+    """The mean over rows and tokens is one vector, so that its effect is a bias."""
     model = tiny("gpt2")
     with probe(model, OUT) as seen:
         plain(model)
@@ -99,7 +99,7 @@ def test_a_mean_is_of_real_tokens() -> None:
 
 
 def test_a_steering_vector() -> None:
-    """The same as a bias of the last projection of its block."""
+    """The same as a bias of the block's last projection."""
     model = tiny("gpt2")
     vector = torch.randn(model.config.d_model, dtype=torch.float64)
     by_hand = copy.deepcopy(model)
@@ -125,7 +125,7 @@ def test_patching_everything_reproduces_the_run(name: str) -> None:
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_patching_with_itself_changes_nothing(name: str, dtype: torch.dtype) -> None:
-    """Bit for bit, weights and scores included, though these are computed anew."""
+    """Bit for bit, also at weights and scores, which are recomputed."""
     model = tiny(name, dtype=dtype)
     with probe(model) as seen:
         expected = plain(model)
@@ -137,7 +137,7 @@ def test_patching_with_itself_changes_nothing(name: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "alibi", "t5", "marian"])
 @pytest.mark.parametrize("part", ["weights", "scores"])
 def test_patched_weights_are_what_is_averaged_with(name: str, part: str) -> None:
-    """Another run's weights over this run's values, by hand."""
+    """The weights of another run times the values of this one, computed by hand."""
     model = tiny(name)
     place = list(attentions(model))[-1]
     with probe(model, f"{place}.*") as other:
@@ -183,7 +183,7 @@ def test_a_position(positions: object) -> None:
 
 
 def test_positions_leave_padding_out() -> None:
-    """A padded row changes as the same row does without padding."""
+    """A padded row changes like the same row without padding."""
     model = tiny("gpt2")
     (tokens,) = inputs(model.config)
     real = torch.arange(11) >= torch.tensor([[3], [0], [9]])
@@ -196,7 +196,7 @@ def test_positions_leave_padding_out() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "alibi", "t5", "whisper"])
 def test_a_cache_changes_nothing(name: str) -> None:
-    """Changed in pieces as in one: positions count what the cache holds, and a longer value is taken by position."""
+    """In parts with a cache as in one call: positions include cached tokens, and a longer value is indexed by position."""
     model = tiny(name)
     *source, tokens = inputs(model.config)
     stack = "decoder." if source else ""
@@ -239,7 +239,7 @@ def test_a_probe_inside_sees_the_change_and_one_outside_what_was_before() -> Non
 
 
 def test_gradients_flow_through_a_patch() -> None:
-    """To the value that was put in (attribution), and no further."""
+    """Gradients reach the value that was put in (for attribution), and nothing behind it."""
     model = tiny("gpt2")
     value = torch.zeros(3, 11, model.config.d_model, dtype=torch.float64, requires_grad=True)
     with intervene(model, patch(RESIDUAL, value)):
@@ -253,7 +253,7 @@ def test_gradients_flow_through_a_patch() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "marian"])
 @pytest.mark.parametrize("site", ["blocks.1.attention.out", "blocks.1.attention.v"])
 def test_through_the_engine(name: str, site: str) -> None:
-    """Keys in blocks, one token at a time: the texts of the hand-made model, which are other texts than the model's own."""
+    """In an engine, with keys in blocks: the texts equal those of a model changed by hand, not those of the unchanged one."""
     model = tiny(name, dtype=torch.float32, max_len=64)
     *source, tokens = inputs(model.config)
     place = f"{'decoder.' if source else ''}{site}"
@@ -261,7 +261,7 @@ def test_through_the_engine(name: str, site: str) -> None:
     attention = by_hand.get_submodule(place.rpartition(".")[0])
     if site.endswith("out"):
         attention.o_proj.weight.data[:, : attention.d_head] = 0
-    else:  # the first of the values' heads
+    else:  # the first value head
         n, E = attention.qkv.weight.shape[0], attention.d_head
         at = n - list(attention.qkv.parts.values())[-1]
         attention.qkv.weight.data[at : at + E] = 0

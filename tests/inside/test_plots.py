@@ -1,4 +1,4 @@
-"""Pictures: what they show is what they were given, labels never lie on each other, and they draw without a window."""
+"""Plots and heat maps: they show the given numbers, labels never overlap, and no window is needed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def shares(T: int, S: int) -> Tensor:
 
 
 def assert_readable(figure: PlotFigure) -> list[str]:
-    """Of the texts that are drawn, none lies on another, none leaves the paper. Returns them."""
+    """No drawn text overlaps another or leaves the figure. Returns the texts."""
     drawn: list[Written] = []
     draw = Written.draw
 
@@ -74,7 +74,7 @@ def assert_readable(figure: PlotFigure) -> list[str]:
         figure.canvas.draw()
     boxes = {text: text.get_window_extent() for text in drawn if text.get_visible() and text.get_text().strip()}
     for text, box in boxes.items():
-        # half a pixel: where a glyph's edge is rounded to
+        # half a pixel: glyph edges are rounded
         assert min(box.x0, box.y0) >= -0.5, text
         assert box.x1 <= figure.bbox.x1 + 0.5, text
         assert box.y1 <= figure.bbox.y1 + 0.5, text
@@ -85,7 +85,7 @@ def assert_readable(figure: PlotFigure) -> list[str]:
     return [text.get_text() for text in boxes]
 
 
-# On paper.
+# Figures.
 
 
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 40), (2, 3), (27, 27), (60, 9), (1000, 1000), (3, 1000)])
@@ -110,7 +110,7 @@ def test_a_map_shows_the_weights() -> None:
     image = figure.axes[0].images[0]
     assert torch.equal(torch.tensor(image.get_array().data), weights)
     assert image.get_cmap().name == "cividis"
-    assert r"which $\head$?" in assert_readable(figure)  # nothing is read as a formula
+    assert r"which $\head$?" in assert_readable(figure)  # not parsed as a formula
 
 
 def test_a_large_map_keeps_its_peaks() -> None:
@@ -220,7 +220,7 @@ def test_the_grid_of_an_attribution(name: str) -> None:
     logit = float(found.logit[1, 4] if found.logit.ndim == 2 else found.logit[1])
     assert f"to the logit, {logit:.2f}" in texts
     image = figure.axes[0].images[0]
-    assert image.norm.vmin == -image.norm.vmax  # nothing added is the middle of the scale
+    assert image.norm.vmin == -image.norm.vmax  # zero is the middle of the scale
     first = found.parts["decoder.blocks.0.attention.2" if name == "whisper" else "blocks.0.attention.2"]
     expected = float(first[1, 4] if first.ndim == 2 else first[1])
     assert image.get_array()[0, 2] == pytest.approx(expected, rel=1e-6)
@@ -241,7 +241,7 @@ def by_distance(kind: Positions) -> list[list[float]]:
 
 
 def test_similarity_by_distance_is_each_kinds_own() -> None:
-    """From the formulas. Of sinusoids a dot product is the sum of cosines of distances, as rotary's scores are."""
+    """From the formulas: a dot product of sinusoids is a sum of cosines of distances, like the scores of rotary positions."""
     angles = torch.arange(9.0)[:, None] / 10_000 ** (torch.arange(0, 8, 2) / 8)
     cosines = angles.cos().mean(-1).tolist()
     assert by_distance(Sinusoidal(d_model=8)) == [pytest.approx(cosines, abs=1e-5)]
@@ -267,14 +267,14 @@ def test_figures_are_saved_and_shown(tmp_path: Path) -> None:
     figure.savefig(tmp_path / "map.png")
     assert b"<svg" in (tmp_path / "map.svg").read_bytes()
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
-    assert figure._repr_png_().startswith(b"\x89PNG")  # what a notebook asks for
+    assert figure._repr_png_().startswith(b"\x89PNG")  # for notebooks
 
 
 def test_without_matplotlib_the_extra_is_named() -> None:
     code = """
 import sys
 sys.modules["matplotlib"] = None
-import clearhead.inside  # which does without
+import clearhead.inside  # needs no matplotlib
 try:
     import clearhead.inside.plots
 except clearhead.MissingExtraError as error:
@@ -312,7 +312,7 @@ def test_a_large_terminal_map_says_where_its_rows_begin() -> None:
         0.1,
         0.1,
         0.01,
-    )  # a line is measured by the largest of all its rows
+    )  # brightness is relative to the largest weight of all rows of a line
     lines = printed(heat_map(weights, [f"t{i}" for i in range(100)], [f"s{i}" for i in range(90)], width=37, height=50))
     row = next(line for line in lines if line.startswith("56 t56"))
     # 37 characters less a label of 6 and a space leave 15 cells: 90 columns in sixes, the 80th in the 13th

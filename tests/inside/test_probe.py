@@ -1,4 +1,4 @@
-"""`probe`: what it shows is what the model computed, and looking leaves no trace.
+"""`probe`: it records what the model computed, and leaves no trace.
 
 The references are written out here, from q, k and the equations; they share no code with the kernels.
 """
@@ -111,10 +111,10 @@ def test_weights_with_padding(name: str) -> None:
     allowed = real[:, None, :] & (past(11) if name == "gpt2" else True)
     weights = seen[WEIGHTS]
     expected = by_hand(seen["blocks.1.attention.q"], seen["blocks.1.attention.k"], allowed.expand(3, 11, 11))
-    for b in range(3):  # what a padding token looks at is nobody's concern, but it is a number
+    for b in range(3):  # a padding token's weights do not matter, but they are numbers
         assert_same(weights[b][:, real[b]], expected[b][:, real[b]])
     assert weights.isfinite().all()
-    assert not weights.transpose(1, 3)[~real].any()  # nothing looks at padding
+    assert not weights.transpose(1, 3)[~real].any()  # no weight on padding
 
 
 def test_weights_of_an_encoder_decoder_look_at_the_source() -> None:
@@ -142,7 +142,7 @@ def test_weights_with_a_cache_are_the_last_rows_of_all(name: str) -> None:
 
 
 def test_what_was_seen_stays_seen_when_the_cache_moves_on() -> None:
-    """A window's cache writes new keys over old ones; weights asked for afterwards are still those of the call looked at."""
+    """A window's cache overwrites old keys; weights read afterwards are still those of the probed call."""
     for name in ("gpt2", "mistral"):
         model = tiny(name)
         (tokens,) = inputs(model.config)
@@ -177,7 +177,7 @@ def test_shapes_are_as_declared() -> None:
         with ch.probe(model) as seen, torch.no_grad():
             run(model, *args)
         for site, shape in sites(model).items():
-            # Of a text, queries and keys are as many; the source is 13 long.
+            # Self-attention has as many keys as queries; the source has 13.
             pictures, source = c.inputs == "patches", "encoder." in site
             T = c.max_len if pictures else 13 if source else 11
             sizes = dict(B=3, H=c.n_heads, K=c.n_kv_heads, T=T, S=13 if ".cross." in site else T)
@@ -187,7 +187,7 @@ def test_shapes_are_as_declared() -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_some_heads_and_rows_are_a_part_of_all(name: str) -> None:
-    """Asked for afterwards, or kept alone."""
+    """Chosen when they are read, or already in the probe."""
     model = tiny(name)
     args = inputs(model.config)
     with ch.probe(model) as whole, torch.no_grad():
@@ -217,7 +217,7 @@ def test_some_heads_and_rows_are_a_part_of_all(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in EVERY if tiny(name).config.inputs != "patches"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_the_explicit_kernel_computes_with_these_weights(name: str, side: str) -> None:
-    """float32, padded: what the probe says of the fused kernel, times v, is what the explicit kernel makes of each head."""
+    """float32, padded: the probed weights of the fused kernel times v equal the explicit kernel's head outputs."""
     fused, explicit = (tiny(name, dtype=torch.float32, kernel=kernel) for kernel in ("fused", "explicit"))
     args = inputs(fused.config)
     lengths, at = torch.tensor([[11], [7], [5]]), torch.arange(11 if len(args) == 1 else 13)
@@ -246,7 +246,7 @@ def test_rows_are_a_slice_of_all(name: str, part: str) -> None:
 
 
 def held_by(seen: Seen) -> int:
-    """Bytes of all memory that what was seen keeps alive."""
+    """Bytes of all storages that a probe keeps alive."""
     tensors = [*seen.tensors.values()]
     for kept in seen.attention.values():
         tensors += [kept.q, kept.k, *(x for x in vars(kept.mask).values() if isinstance(x, Tensor))]
@@ -269,7 +269,7 @@ class Most(torch.utils._python_dispatch.TorchDispatchMode):
 
 @pytest.mark.parametrize(("name", "n_layers"), [("gpt2", 12), ("alibi", 2)])
 def test_one_row_of_one_head_at_32768_tokens(name: str, n_layers: int) -> None:
-    """Every layer is looked at, one row of one head each: what is kept is that head's keys, what is made is rows, not squares."""
+    """One row of one head of every layer: only that head's keys are kept, and only rows are computed, no T x T tensor."""
     T, E = 32_768, 2
     # A window only keeps the forward pass short: the row is computed, and masked, over all keys.
     sizes = dict(n_layers=n_layers, d_model=4, n_heads=2, n_kv_heads=2, d_head=E, d_ff=5, max_len=T, window=512)
@@ -282,7 +282,7 @@ def test_one_row_of_one_head_at_32768_tokens(name: str, n_layers: int) -> None:
         row = seen["blocks.1.attention.weights"]
     assert row.shape == (1, 1, 1, T)
     assert float(row.sum()) == pytest.approx(1, abs=1e-4)
-    assert most.bytes <= 8 * 2 * T  # distances are whole numbers of 8 bytes; ALiBi's row is made for both heads
+    assert most.bytes <= 8 * 2 * T  # distances are int64; ALiBi's row is computed for both heads
 
 
 def test_hidden_and_residual() -> None:
@@ -336,7 +336,7 @@ def test_nothing_stays_attached() -> None:
 
 
 def state(model: nn.Module) -> dict[str, object]:
-    """All that a call looks at: each module's own attributes, but for the tables of modules and tensors, by identity."""
+    """The state of all modules, by identity: each module's attributes, without its tables of modules and tensors."""
     return {
         f"{name}.{key}": list(value) if isinstance(value, dict) else id(value)
         for name, module in model.named_modules()
@@ -346,7 +346,7 @@ def state(model: nn.Module) -> dict[str, object]:
 
 @pytest.mark.parametrize("name", ["gpt2", "original"])
 def test_a_model_that_was_probed_runs_the_same_code(name: str) -> None:
-    """The same operators in the same order, and nothing of any module is another than before."""
+    """The same operators in the same order, and no attribute of any module has changed."""
     model = tiny(name)
     args = inputs(model.config)
 
@@ -486,7 +486,7 @@ def test_heads_that_were_not_kept_or_are_not_there() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "alibi", "mistral", "t5", "marian"])
 def test_during_generation(name: str) -> None:
-    """Keys in the blocks of an engine: the row of the last token written, as a call with the whole text has it."""
+    """Keys in an engine's blocks: the row of the last generated token equals that of a call with the whole text."""
     model = tiny(name, dtype=torch.float32, max_len=64)
     *source, tokens = inputs(model.config)
     stack = "decoder." if source else ""

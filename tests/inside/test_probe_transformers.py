@@ -21,7 +21,7 @@ EAGER = dict(attn_implementation="eager")
 X, SOURCE = tokens(), tokens(length=13, seed=3)
 PIECES = test_vit.pictures()
 
-# A model of theirs, and what it and ours are called with.
+# A model of transformers, and the inputs of both.
 Case = tuple[Callable[[], Any], dict[str, Any], tuple[Tensor, ...]]
 LANGUAGE: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: test_gpt2.gpt2(**EAGER),
@@ -95,7 +95,7 @@ def test_weights_with_padding(name: str, side: str, tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_changes_are_those_of_hooks_on_their_modules(tmp_path: Path) -> None:
-    """A head taken away before their output projection, and a residual replaced after their block."""
+    """A head removed before their output projection, and a residual replaced after their block."""
     theirs = test_gpt2.gpt2(**EAGER)
     theirs.save_pretrained(tmp_path)
     ours, E = load(tmp_path), 7

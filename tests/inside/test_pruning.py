@@ -1,4 +1,4 @@
-"""`prune`: a smaller model that computes what the whole one computes without those heads, and that saves and loads."""
+"""`prune`: the smaller model computes what the whole one does without those heads, and saves and loads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from clearhead.models import Model
 
 
 def lost(model: Model) -> dict[str, list[int]]:
-    """Uneven ones: in one attention the first and the last group of heads, in the others one or none."""
+    """Heads to prune, unevenly: in one attention the first and the last group, in the others one group or none."""
     config, places = model.config, model.config.attentions
     group = config.n_heads // config.n_kv_heads
     last = list(range(config.n_heads - group, config.n_heads))
@@ -35,7 +35,7 @@ def ablated(model: Model, heads: dict[str, list[int]]):
 @pytest.mark.parametrize("name", EVERY)
 @torch.no_grad()
 def test_pruned_is_ablated(name: str, tmp_path: Path) -> None:
-    """And so is what was saved and loaded; the parameters are as many as the closed form says."""
+    """Also after saving and loading; the number of parameters is that of the closed form."""
     model = tiny(name)
     args, heads = inputs(model.config), lost(model)
     before = run(model, *args)
@@ -103,7 +103,7 @@ def test_through_the_engine(name: str) -> None:
 
 @torch.no_grad()
 def test_long_texts_keep_each_heads_own_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the bias is made in strips."""
+    """With a bias that is computed in strips."""
     from clearhead.layers import attend as kernels
 
     model = tiny("alibi")
@@ -115,7 +115,7 @@ def test_long_texts_keep_each_heads_own_bias(monkeypatch: pytest.MonkeyPatch) ->
 
 @torch.no_grad()
 def test_twice_is_once() -> None:
-    """Heads are counted as they are now; what is left is the same, in the same order."""
+    """Heads are numbered as they are now; the rest is the same, in the same order."""
     model = tiny("alibi", n_heads=5)
     once = prune(model, {0: [0, 3], 1: [2]})
     twice = prune(prune(model, {0: [0]}), {0: [2], 1: [2]})

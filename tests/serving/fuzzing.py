@@ -1,4 +1,4 @@
-"""Requests that nobody should send, made from the server's own OpenAPI schema.
+"""Malformed requests, made from the server's OpenAPI schema.
 
 .venv/bin/python -m tests.serving.fuzzing --requests 10000 --seed 1
 """
@@ -55,7 +55,7 @@ RAW = [
 
 
 class Fuzzer:
-    """One server's schema, and what can be asked that it does not say."""
+    """Makes requests from a server's schema, and some that violate it."""
 
     def __init__(self, url: str, seed: int) -> None:
         self.place, self.random = urlsplit(url), random.Random(seed)
@@ -65,7 +65,7 @@ class Fuzzer:
         self.statuses: Counter[int] = Counter()
 
     def value(self, schema: dict[str, Any], depth: int = 0) -> Any:
-        """Something that fits, or nearly."""
+        """A value that fits the schema, or almost."""
         rng = self.random
         if rng.random() < 0.12 or depth > 6:
             return rng.choice(ODD)
@@ -98,7 +98,7 @@ class Fuzzer:
                 return rng.choice(ODD)
 
     def named(self, name: str, schema: dict[str, Any], depth: int) -> Any:
-        """Models that are there, more often than not, so that requests get past the first check."""
+        """Mostly models that exist, so that requests pass the first check."""
         if name == "model" and self.random.random() < 0.9:
             return self.random.choice(["gpt", "gpt", "encoder", "translator", ""])
         if name in ("max_tokens", "max_completion_tokens") and self.random.random() < 0.8:
@@ -120,7 +120,7 @@ class Fuzzer:
         return text[: rng.randrange(len(text) + 1)] if kind > 0.97 else text
 
     def ask(self) -> None:
-        """One request; its answer must be of the right form."""
+        """Send one request and check the form of its answer."""
         rng = self.random
         if rng.random() < 0.05:
             self.ask_raw(rng.choice(RAW))
@@ -156,10 +156,10 @@ class Fuzzer:
             assert set(error) == {"message", "type", "param", "code"}, (text, asked)
             assert error["message"], asked
             assert error["message"].isprintable(), (text, asked)
-            assert not LEAKS.search(re.sub(r"'[^']*'", "", text)), (text, asked)  # but for what is quoted
+            assert not LEAKS.search(re.sub(r"'[^']*'", "", text)), (text, asked)  # quotations of the request excepted
 
     def ask_raw(self, sent: bytes) -> None:
-        """What no client library would send: an answer that says no, or a closed connection."""
+        """Bytes that no client library would send: the server must refuse them or close the connection."""
         with socket.create_connection((self.place.hostname or "", self.place.port or 80), timeout=10) as line:
             try:
                 line.sendall(sent)

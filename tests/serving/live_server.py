@@ -48,7 +48,9 @@ def make_models(folder: Path) -> dict[str, Path]:
     for name, config in configs.items():
         model: Any = ch.build(config)
         with torch.no_grad():
-            for weight in model.parameters():  # as they start, heads say too little for a text to miss them
+            for (
+                weight
+            ) in model.parameters():  # larger weights than at initialisation, so that removing a head changes the text
                 weight.mul_(8 if weight.ndim > 1 else 1)
         model.generation = ch.Generation(bos=start, eos=(end,), decoder_start=start)
         places[name] = ch.save(model, folder / name)
@@ -58,7 +60,7 @@ def make_models(folder: Path) -> dict[str, Path]:
 
 @contextmanager
 def served(*args: str, env: dict[str, str] | None = None) -> Generator[tuple[str, subprocess.Popen[str]]]:
-    """`clearhead serve ARGS` on a free port; gives its address."""
+    """`clearhead serve ARGS` on a free port; yields its address."""
     command = [sys.executable, "-m", "clearhead", "serve", *args, "--port", "0", "--device", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
@@ -68,7 +70,7 @@ def served(*args: str, env: dict[str, str] | None = None) -> Generator[tuple[str
             for line in process.stderr:
                 said.append(line)
                 if found := re.search(r"running on (http://\S+)", line):
-                    # A full pipe would hold the server up.
+                    # A full pipe would block the server.
                     threading.Thread(target=process.stderr.read, daemon=True).start()
                     yield found[1], process
                     break
@@ -81,7 +83,7 @@ def served(*args: str, env: dict[str, str] | None = None) -> Generator[tuple[str
 
 @contextmanager
 def served_here(place: Path, limits: Limits | None = None, **engine: Any) -> Generator[str]:
-    """The same server in a thread: ready at once, as nothing is imported again, but no signal reaches it."""
+    """The same server in a thread: it starts faster, since nothing is imported again, but gets no signals."""
     worker = ModelWorker("gpt", ch.load(place), ch.load_tokenizer(place), **engine)
     app, port = make_app({"gpt": worker}, limits), queue.SimpleQueue[int]()
     server = Server(app, uvicorn.Config(app, port=0, log_config=None), [worker], 0.0, port.put)

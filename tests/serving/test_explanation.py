@@ -1,4 +1,4 @@
-"""What is told of a text's making is what the library itself sees, and nobody else's text is another for it."""
+"""Explanations equal what the library computes itself, and do not change other requests' texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from clearhead.inside import intervene, logit_lens, mean, probe, zero
 from clearhead.serving.explanation import MAX_NEW, MAX_TEXTS
 
 SITE = "blocks.1.attention"
-# The server reads texts in other pieces than one whole pass: only the order of float32 sums differs.
+# The server reads texts in other parts than one whole pass: only the order of float32 sums differs.
 CLOSE = 2e-5
 
 
@@ -97,7 +97,7 @@ def test_heads_taken_out(address: str, gpt: Any, tokenizer: ch.Tokenizer, how: s
     ]
     with intervene(gpt, *changes):
         other, worth = new_ids(gpt, prompt, **options), score(gpt, prompt, plain)
-    assert other != plain  # or this would show nothing
+    assert other != plain  # else the test would show nothing
     assert told["text"] == tokenizer.decode([*prompt, *other]).removeprefix("the cat sat")
     assert told["finish_reason"] == "length"
     assert told["token_logprobs"] == pytest.approx(score(gpt, prompt, plain), abs=CLOSE)
@@ -107,7 +107,7 @@ def test_heads_taken_out(address: str, gpt: Any, tokenizer: ch.Tokenizer, how: s
 
 
 def test_others_are_untouched(address: str) -> None:
-    """Texts that are written while heads are being taken out of the same model, step by step between theirs."""
+    """Texts that are generated while an ablation runs on the same model, between their steps."""
     long = {**ASK, "max_tokens": 120}
     expected = post(address, "completions", **long)["choices"][0]["text"]
     explained = {**ASK, "max_tokens": 60, "explain": {"ablate": [{"site": "blocks.*"}], "lens": True}}
@@ -207,7 +207,7 @@ def test_what_is_too_much_or_not_there(address: str, more: dict[str, Any], words
 
 
 def test_texts_that_end_at_once(address: str) -> None:
-    """Of a text of no tokens there is nothing to tell."""
+    """A text without tokens has an empty explanation."""
     body = {
         **ASK,
         "logit_bias": {"1": 1000},
@@ -224,7 +224,7 @@ def test_texts_that_end_at_once(address: str) -> None:
 def test_echo_with_scores(
     client: openai.OpenAI, gpt: Any, tokenizer: ch.Tokenizer, max_tokens: int, stream: bool
 ) -> None:
-    """As evaluation tools ask for a text's probability."""
+    """As evaluation tools request a text's probability."""
     prompts = ["the cat sat on the mat", "hello there " * 150]  # more than one strip of tokens
     rows = [tokenizer.encode(prompt) for prompt in prompts]
     options: Any = dict(model="gpt", prompt=rows, max_tokens=max_tokens, echo=True, logprobs=3, temperature=0)
@@ -254,7 +254,7 @@ def test_echo_with_scores(
 
 
 def test_the_end_is_told_after_an_echo(address: str, gpt: Any, tokenizer: ch.Tokenizer) -> None:
-    """Evaluation tools ask for one token more than they score, and cut it off, whether it is the end or not."""
+    """Evaluation tools request one token more than they score, and cut it off, whether it is the end token or not."""
     body = {**ASK, "max_tokens": 1, "logit_bias": {str(tokenizer.eos): 1000}, "echo": True, "logprobs": 1}
     (choice,) = post(address, "completions", **body)["choices"]
     ids = tokenizer.encode("the cat sat")

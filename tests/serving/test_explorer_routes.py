@@ -91,7 +91,7 @@ def test_the_page_may_load_nothing_from_elsewhere(address: str) -> None:
 )
 def test_only_the_pages_files_are_served(address: str, path: str) -> None:
     connection = http.client.HTTPConnection(urlsplit(address).netloc)
-    connection.request("GET", path)  # as it stands: urllib would tidy it
+    connection.request("GET", path)  # unchanged: urllib would normalise it
     assert connection.getresponse().status == 404
     connection.close()
 

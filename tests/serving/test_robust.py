@@ -1,4 +1,4 @@
-"""Clients that go, read slowly or come in crowds; an engine that fails; a server that is told to end."""
+"""Clients that disconnect, read slowly or are many; an engine that fails; a server that is stopped."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def wait_until_idle(address: str, seconds: float) -> None:
 
 
 def open_line(address: str, body: dict[str, Any], read: int = 0) -> socket.socket:
-    """A request on a plain socket, so that the test decides when it is read and when it goes."""
+    """A request on a plain socket, so that the test decides when it is read and when it is closed."""
     place = urlsplit(address)
     line = socket.socket()
     if read:
@@ -87,7 +87,7 @@ def test_who_goes_is_forgotten_and_others_are_untouched(address: str, stream: bo
     lines = [open_line(address, {**LONG, "n": 2, "stream": stream}) for _ in range(8)]
     if stream:
         assert all(line.recv(100).startswith(b"HTTP/1.1 200") for line in lines)
-    while gauge(address, "running") < 2:  # one of those who will go, at least
+    while gauge(address, "running") < 2:  # at least one of the clients that will disconnect
         assert gauge(address, "steps") < before + 400
         time.sleep(0.01)
     assert gauge(address, "kv_share") > 0
@@ -96,7 +96,7 @@ def test_who_goes_is_forgotten_and_others_are_untouched(address: str, stream: bo
     stays.join(timeout=60)
     wait_until_idle(address, seconds=30)
     assert found == [expected]
-    assert gauge(address, "steps") < before + 470  # the texts that nobody reads have 480 tokens
+    assert gauge(address, "steps") < before + 470  # the texts that nobody reads would have 480 tokens
 
 
 def test_going_before_being_let_in(places: dict[str, Path]) -> None:
@@ -113,18 +113,18 @@ def test_going_before_being_let_in(places: dict[str, Path]) -> None:
             time.sleep(0.01)
         first.close()
         wait_until_idle(url, seconds=30)
-        assert gauge(url, "steps") < 2 * 480  # let in one after another, the three alone would take more
+        assert gauge(url, "steps") < 2 * 480  # one after another, these three alone would take more
 
 
 def test_slow_readers_hold_nobody_up(address: str) -> None:
-    body = {**LONG, "stream": True, "logprobs": 20}  # more than sockets hold
+    body = {**LONG, "stream": True, "logprobs": 20}  # more than the socket's buffers hold
     lines = [open_line(address, body, read=4096) for _ in range(6)]
     began = time.monotonic()
     assert text_of(address, {**LONG, "max_tokens": 20})
     assert time.monotonic() - began < 20
     time.sleep(0.5)
     said = b""
-    while not said.endswith(b"0\r\n\r\n"):  # nothing is lost to one who reads later
+    while not said.endswith(b"0\r\n\r\n"):  # a slow reader loses nothing
         piece = lines[0].recv(1 << 20)
         assert piece
         said += piece
@@ -208,16 +208,19 @@ def test_over_http_a_failing_engine_is_a_503(places: dict[str, Path], monkeypatc
 
 
 def arrive(url: str) -> int:
-    """The status of a request that comes on a new connection; 0 where none is made."""
+    """The status of a request on a new connection; 0 if there is no connection."""
     try:
         return httpx.post(f"{url}/v1/completions", json={**LONG, "max_tokens": 2}, timeout=30).status_code
-    except (httpx.ConnectError, httpx.ReadError):  # refused; or reset, as nobody has taken it when the door is shut
+    except (
+        httpx.ConnectError,
+        httpx.ReadError,
+    ):  # refused, or reset because it was not yet accepted when the socket closed
         return 0
 
 
 @pytest.mark.parametrize("grace", [20.0, 0.0])
 def test_told_to_end_under_load(places: dict[str, Path], grace: float) -> None:
-    """What was accepted is answered: with time whole, without by an error or a 503. What comes later is refused."""
+    """Accepted requests are answered: with enough time in full, else with an error or a 503. Later ones are refused."""
     with served(str(places["gpt"]), "--grace", str(grace)) as (url, process), httpx.Client(timeout=30) as known:
         ends: list[str] = []
 
@@ -235,9 +238,7 @@ def test_told_to_end_under_load(places: dict[str, Path], grace: float) -> None:
         assert known.get(f"{url}/readyz").status_code == 200  # a connection that stays open
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(
-            httpx.RemoteProtocolError
-        ):  # half a second later, connections that lie idle are closed
+        with contextlib.suppress(httpx.RemoteProtocolError):  # half a second later, idle connections are closed
             while known.get(f"{url}/readyz").status_code == 200:
                 assert time.monotonic() < began + 5
             refused = known.post(f"{url}/v1/completions", json=LONG)
@@ -251,7 +252,7 @@ def test_told_to_end_under_load(places: dict[str, Path], grace: float) -> None:
         assert time.monotonic() - began < grace + 10
         for client in clients:
             client.join(timeout=10)
-        assert len(ends) == 16  # whose connection was cut would have failed, and be missing
+        assert len(ends) == 16  # a cut connection would have failed, and be missing
         if grace:
             assert set(ends) == {"whole"}
         else:
@@ -275,7 +276,7 @@ def test_time_is_limited(places: dict[str, Path], monkeypatch: pytest.MonkeyPatc
 
 
 def test_alignments_are_each_one_s_own(address: str) -> None:
-    """Those who look inside the model see their own pass, whatever is being written beside it."""
+    """A probe in one request records only its own pass, whatever else is generated."""
     texts = ["the cat", "a dog ran over the hill", "hello there, how are you?", "the mat sat on the cat"]
 
     def ask(text: str) -> Any:

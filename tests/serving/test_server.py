@@ -83,7 +83,7 @@ def test_logprobs_and_bias(client: openai.OpenAI, places: dict[str, Path]) -> No
 
 
 def test_a_text_for_which_every_token_is_forbidden(places: dict[str, Path]) -> None:
-    """It is an error, for that text alone."""
+    """It is an error for that text only."""
     model: Any = ch.load(places["gpt"])
     for temperature in (0.0, 1.0):
         with pytest.raises(ch.InputError, match="forbids every token"):
@@ -110,7 +110,7 @@ def test_chat(client: openai.OpenAI) -> None:
 
 
 def test_special_tokens_of_users_are_text(client: openai.OpenAI) -> None:
-    """A user can not end his own turn and speak as somebody else."""
+    """A user can not end their turn and speak as somebody else."""
 
     def n_prompt(content: str) -> int:
         messages: Any = [{"role": "user", "content": content}]
