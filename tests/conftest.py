@@ -92,9 +92,10 @@ def unchecked() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def uncompiled_flex() -> Iterator[None]:
     """The flex kernel run step by step, with clearhead's own masks and biases; tests/compiled runs it compiled."""
-    from clearhead.layers import flex
+
+    from clearhead.kernels import attention
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-        patch.setattr(flex, "_compiled_flex", lambda: flex.flex_attention)
+        patch.setattr(attention, "_compiled_flex", lambda: attention.flex_attention)
         yield

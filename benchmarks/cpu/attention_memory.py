@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.common.results import Table
 from benchmarks.common.timing import Peak, in_fresh_process, peak_memory
-from clearhead.layers.attend import attend
+from clearhead.layers.attention import attend
 from clearhead.layers.masks import Mask, causal, padding, window
 
 B, H, E = 1, 8, 64

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.common.results import Table
 from benchmarks.common.timing import how_timed, in_fresh_process, interleave, ratio, spread
-from clearhead.layers.attend import attend
+from clearhead.layers.attention import attend
 from clearhead.layers.masks import Mask, causal, window
 
 B, H, E, T, WIDTH = 1, 8, 64, 16_384, 512

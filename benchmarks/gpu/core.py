@@ -23,7 +23,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from clearhead.families import preset
-from clearhead.layers.attend import attend, settle
+from clearhead.layers.attention import attend, lower
 from clearhead.layers.masks import Mask, causal, documents, padding, window
 from clearhead.layers.positions import Alibi, RelativeBuckets
 from clearhead.models import build
@@ -134,9 +134,9 @@ def speeds() -> dict[str, float]:
     q, k, v = draw(1, 16, 4, T, 128, torch.bfloat16)
     grad = torch.randn_like(q)
     for name, mask in (("dense causal", causal()), ("causal window 512", causal() & window(512))):
-        lower = partial(settle, mask, None, T=T, S=T, device=GPU, kernel="auto", dropout=0.0)
-        found[f"T={T} {name}, mask made once a model ms"] = median_ms(lower)
-        made, _ = lower()
+        lowering = partial(lower, mask, None, T=T, S=T, like=q)
+        found[f"T={T} {name}, mask made once a model ms"] = median_ms(lowering)
+        made = lowering()
         with torch.no_grad():
             found[f"T={T} {name}, forward ms"] = median_ms(partial(attend, q, k, v, made))
         found[f"T={T} {name}, forward+backward ms"] = median_ms(

@@ -24,8 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import clearhead as ch
+from clearhead.kernels.cross_entropy import cross_entropy
 from clearhead.models import Decoder
-from clearhead.training.losses import cross_entropy
 
 SHAPES = ((1, 1024), (8, 512), (8, 1024), (32, 1024))  # batch, length
 ALLOWED = 0.05

@@ -169,7 +169,7 @@ def masked(B: int = 64, T: int = 512) -> tuple[Any, Any]:
 
 def clearhead_bert(_: dict[str, Any]) -> tuple[Step, int]:
     import clearhead as ch
-    from clearhead.training.losses import IGNORED
+    from clearhead.kernels.cross_entropy import IGNORED
     from clearhead.training.tasks.task import token_losses
 
     model: Any = ch.build(

@@ -57,7 +57,7 @@ def clearhead_translate(options: dict[str, Any]) -> tuple[Step, int]:
     """As `clearhead train` lays pairs on a GPU: one after the other, nothing padded, all batches of one shape."""
     import clearhead as ch
     from clearhead.data.batch_order import PackedOrder
-    from clearhead.training.losses import IGNORED
+    from clearhead.kernels.cross_entropy import IGNORED
     from clearhead.training.tasks.packing import Room, pack, pair_states
     from clearhead.training.tasks.task import token_losses
 

@@ -23,7 +23,7 @@ from clearhead.checkpoint.weight_files import write_safetensors
 from clearhead.config import Config, Generation
 from clearhead.errors import CheckpointError, did_you_mean
 from clearhead.families import FAMILIES
-from clearhead.layers.linear import Packed
+from clearhead.kernels import Packed
 from clearhead.models import Model
 from clearhead.version import __version__
 

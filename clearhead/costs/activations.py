@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from clearhead.config import Config
 from clearhead.costs.flops import Lengths
 from clearhead.costs.parameters import count_matrices, heads_at
-from clearhead.layers.limits import WRITTEN_OUT, is_narrow
+from clearhead.limits import WRITTEN_OUT, is_narrow
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from clearhead.costs.activations import Setting, count_blocks, count_copies, cou
 from clearhead.costs.flops import Lengths, check_lengths, count_forward, count_training
 from clearhead.costs.parameters import count_heads, count_matrices, count_parameters, count_weight_bytes, heads_at
 from clearhead.errors import ConfigError, did_you_mean
-
-LOSS_CHUNK = {"cpu": 2**26, "cuda": 2**28}  # logits that training/losses.py holds at once: it reads this number here
+from clearhead.limits import LOSS_CHUNK
 
 PARTS: tuple[str, ...] = ("embedding", "projections", "attention", "feedforward", "norm", "head")
 
@@ -255,7 +254,7 @@ def _working(
 def _losing(c: Config, vocabulary: int, tokens: int, kept_logits: int, setting: Setting) -> int:
     """What the loss has at work: as much as logits and their gradients weigh at the worst of its moments.
 
-    All logits at once come in three forms, of which one is kept. Chunk by chunk (training/losses.py), either the exponentials
+    All logits at once come in three forms, of which one is kept. Chunk by chunk (kernels/cross_entropy.py), either the exponentials
     are made: logits, differences and these, the last chunk's gradient and that of the weight so far; or the weight's
     gradient: logits' gradient, a chunk's product, and the sum before and after; or it is multiplied by the loss's own.
     """

@@ -25,7 +25,7 @@ from clearhead.config import Config
 from clearhead.costs.flops import Lengths, check_lengths, count_forward, count_training
 from clearhead.costs.forecast import cost
 from clearhead.errors import InputError
-from clearhead.layers.linear import Packed
+from clearhead.kernels import Packed
 from clearhead.models import Encoder, Model, build
 from clearhead.quantization.integer import quantize as hold_in_fewer_bits
 

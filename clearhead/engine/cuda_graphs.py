@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor, nn
 
-from clearhead.layers.linear import recording
+from clearhead.kernels import capture
 
 
 class Recorder:
@@ -75,7 +75,7 @@ class Recordings:
             for each, was in zip(held, before, strict=True):
                 each.copy_(was)
 
-        with recording:
+        with capture:
             return self.recorder.record(work, 2, prepare=lambda: held[0].zero_(), restore=restore)
 
 

@@ -1,165 +1,165 @@
-"""One token a row through a stack, by kernels that do many small steps at once.
+"""The decode step on a GPU: one token a row through a stack, by Triton kernels that each do several small operations.
 
-A step of decoding is hundreds of operations on a few numbers each. This is `Block.forward` for every block. On a GPU it is
-written with the kernels of layers/gpu/: each sublayer's sum with the residual stream and the norm after it are one, and so are
-turning queries and keys and putting them in their blocks.
+A step of decoding is hundreds of operations on a few numbers each. This computes what `Stack.run` does. A sublayer's sum with the
+residual stream and the norm after it are one kernel, and so are rotating queries and keys and storing them in their blocks.
 
-Prompts that are read in one packed row on a GPU go the same way: but for attention, their tokens too are rows of their own.
+Prompts that are read in one packed row go the same way: except in attention, each of their tokens is a row of its own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from clearhead.engine.kv_cache import AnyCache, PagedCache, PagedLayer
-from clearhead.layers.attend import attend
-from clearhead.layers.attention import MultiHeadAttention
-from clearhead.layers.block import Block
-from clearhead.layers.feedforward import ACTIVATIONS, FeedForward
-from clearhead.layers.linear import Packed, has_triton, is_bare, linear, recording
-from clearhead.layers.masks import Mask, Pages
-from clearhead.layers.norm import RMSNorm
-from clearhead.layers.positions import Angles, Bias
+from clearhead import kernels
+from clearhead.engine.kv_cache import BlockTable, PagedCache, PagedLayer
+from clearhead.layers.attention import Attend, MultiHeadAttention, attend
+from clearhead.layers.block import Block, FeedForward
+from clearhead.layers.linear import RMSNorm, activated, linear
+from clearhead.layers.masks import Mask
+from clearhead.models import Decoder, EncoderDecoder
+from clearhead.models.stack import Stack
+from clearhead.quantization.float8 import Float8FeedForward
+
+# The modules whose forward is written out here; any other runs by the plain forward.
+KNOWN = (Block, MultiHeadAttention, Attend, FeedForward, Float8FeedForward)
+
+Turns = tuple[Float[Tensor, "R e"], Float[Tensor, "R e"]]  # cosines and sines of the rotary angles
 
 
-def fits(blocks: Sequence[Block], last: nn.Module, x: Tensor, mask: Mask, bias: Bias | None, cache: AnyCache) -> bool:
-    """Whether this step can go this way: one token a row, keys in blocks, and nobody who looks on."""
-    if not (
-        isinstance(cache, PagedCache)
-        and ((x.shape[1] == 1 and mask.pages is not None) or (cache.packed is not None and blocks[0].cross is None))
-        and bias is None
-        and mask.dense is None
-        and not torch.is_grad_enabled()
-        and is_bare(x)
-    ):
-        return False
+def run_model(
+    model: Decoder | EncoderDecoder, tokens: Int[Tensor, "B T"], cache: PagedCache
+) -> Float[Tensor, "B T D"] | None:
+    """From tokens to final states; None: not done, call `model.states`."""
+    if not tokens.is_cuda or "states" in vars(model):  # a replaced method wants to be called
+        return None
+    return run(model if isinstance(model, Decoder) else model.decoder, model.tokens(tokens), cache)
+
+
+def run(stack: Stack, x: Float[Tensor, "B T D"], cache: PagedCache) -> Float[Tensor, "B T D"] | None:
+    """From embeddings to final states. None: not done, call `Stack.run`."""
+    gpu: Any = kernels.gpu_kernels() if x.is_cuda else None
+    if gpu is None or not fits(stack, x, cache, gpu):
+        return None
+    at = cache.counts[:, None] if cache.packed is None else cache.counts[None]
+    angles = stack.positions.angles(at)
+    turns = None if angles is None else (angles[0].flatten(0, 2), angles[1].flatten(0, 2))
+    return Step(stack, cache, turns, gpu).run(stack.enter(x, at))
+
+
+def fits(stack: Stack, x: Tensor, cache: PagedCache, gpu: Any) -> bool:
+    """Whether the kernels compute this stack: one token a row or packed prompts, no score bias, no hooks, known modules."""
+    blocks = stack.layers
+    one = x.shape[1] == 1 and cache.packed is None and not cache.fresh and not cache.reads
     return (
-        x.is_cuda
-        and has_triton()
-        and all(isinstance(norm, RMSNorm | nn.LayerNorm) for block in blocks for norm in _norms(block))
-        and not any(watched for block in blocks for watched in _watched(block))
+        (one or (cache.packed is not None and blocks[0].cross is None))
+        and stack.positions.bias is None
+        and stack.config.kernel in ("auto", "fused")
+        and not stack.training
+        and not torch.is_grad_enabled()
+        and kernels.is_plain(x)
+        and all(isinstance(norm, RMSNorm | nn.LayerNorm) for block in blocks for norm in norms_of(block))
+        and len({block.norm_first for block in blocks}) == 1
+        and all(gpu.knows(block.feedforward.activation) for block in blocks)
+        and all(_is_plain(module) for block in blocks for module in _written_out(block))
     )
 
 
-def run(
-    blocks: Sequence[Block],
-    last: nn.Module,
-    x: Float[Tensor, "B T D"],
-    mask: Mask,
-    angles: Angles | None,
-    cache: PagedCache,
-) -> Float[Tensor, "B T D"]:
-    """From embeddings to final states; `last` is the norm after the last block, if blocks norm first."""
-    norm_first = blocks[0].norm_first
-    turns = None if angles is None else (angles[0].flatten(0, 2), angles[1].flatten(0, 2))
-    norms = [norm for block in blocks for norm in _norms(block)]
-    after = [*norms[1:], last] if norm_first else norms
-    stream = x.flatten(0, 1).contiguous()
-    y = norms[0](stream) if norm_first else stream
-    at = 0
-    for block, layer in zip(blocks, cache.layers, strict=True):
-        stream, y = _add(_attend(block.attention, y, layer, mask, turns), stream, after[at], norm_first)
-        at += 1
-        if block.cross is not None:
-            assert cache.source is not None
-            stream, y = _add(_look(block.cross, y, layer, cache.source), stream, after[at], norm_first)
-            at += 1
-        stream, y = _add(_think(block.feedforward, y), stream, after[at], norm_first)
-        at += 1
-    return y.view(x.shape)
+class Step:
+    """One call: the kernels, the cache, and the angles of each row."""
 
+    def __init__(self, stack: Stack, cache: PagedCache, turns: Turns | None, gpu: Any) -> None:
+        self.stack, self.cache, self.turns, self.gpu = stack, cache, turns, gpu
+        self.held = cache.append(1) if cache.packed is None else None
+        self.window, self.norm_first = stack.config.window, stack.layers[0].norm_first
 
-def _add(out: Tensor, stream: Tensor, norm: nn.Module, norm_first: bool) -> tuple[Tensor, Tensor]:
-    """What a sublayer says joins the stream; the stream, and what the next sublayer hears."""
-    from clearhead.kernels.gpu import add_norm
+    def run(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        blocks, norm_first = self.stack.layers, self.norm_first
+        norms = [norm for block in blocks for norm in norms_of(block)]
+        after = iter([*norms[1:], self.stack.norm] if norm_first else norms)
+        stream = x.flatten(0, 1).contiguous()
+        y = norms[0](stream) if norm_first else stream
+        for block, layer in zip(blocks, self.cache.layers, strict=True):
+            stream, y = self.add(self.self_attention(block.attention, y, layer), stream, next(after))
+            if block.cross is not None:
+                stream, y = self.add(self.cross_attention(block.cross, y, layer), stream, next(after))
+            stream, y = self.add(self.feed_forward(block.feedforward, y), stream, next(after))
+        return y.view(x.shape)
 
-    assert isinstance(norm, RMSNorm | nn.LayerNorm)
-    is_rms = isinstance(norm, RMSNorm)
-    eps = norm.eps if norm.eps is not None else torch.finfo(out.dtype).eps
-    total, normed = add_norm(out, stream, norm.weight, None if is_rms else norm.bias, eps, "rms" if is_rms else "layer")
-    return (total if norm_first else normed), normed
+    def add(self, out: Tensor, stream: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        """Add a sublayer's result to the stream; the stream, and the input of the next sublayer."""
+        assert isinstance(norm, RMSNorm | nn.LayerNorm)
+        is_rms = isinstance(norm, RMSNorm)
+        eps = norm.eps if norm.eps is not None else torch.finfo(out.dtype).eps
+        bias = None if is_rms else norm.bias
+        total, normed = self.gpu.add_norm(out, stream, norm.weight, bias, eps, "rms" if is_rms else "layer")
+        return (total if self.norm_first else normed), normed
 
+    def self_attention(
+        self, attention: MultiHeadAttention, y: Float[Tensor, "R D"], layer: PagedLayer
+    ) -> Float[Tensor, "R D"]:
+        q, k, v = (part.unflatten(-1, (-1, attention.d_head)) for part in attention.qkv(y))
+        q, k = attention.q_norm(q), attention.k_norm(k)
+        where = (*layer.heads(k.shape[1]), self.cache.table, self.cache.counts)
+        if self.held is None:
+            return attention.o_proj(self.packed_attention(attention, q, k, v, where))
+        if self.turns is None:
+            self.gpu.store(k, v, *where)
+        else:
+            q = self.gpu.rotate_store(q, k, v, *self.turns, *where)
+        return attention.o_proj(self.paged_attention(attention, q, where[:2], self.held, self.window))
 
-def _attend(
-    attention: MultiHeadAttention,
-    y: Float[Tensor, "R D"],
-    layer: PagedLayer,
-    mask: Mask,
-    turns: tuple[Tensor, Tensor] | None,
-) -> Float[Tensor, "R D"]:
-    from clearhead.kernels.gpu import paged_attention, rotate, rotate_store, store
-
-    q, k, v = (part.unflatten(-1, (-1, attention.d_head)) for part in attention.qkv(y))
-    q, k = attention.q_norm(q), attention.k_norm(k)
-    call, pages = layer.call, mask.pages
-    where = (layer.k, layer.v, call.table, call.counts)
-    if pages is None:
-        if turns is not None:
-            q, k = rotate(q, *turns), rotate(k, *turns)
-        store(k, v, *where)
-        k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+    def packed_attention(
+        self, attention: MultiHeadAttention, q: Tensor, k: Tensor, v: Tensor, where: tuple[Tensor, ...]
+    ) -> Float[Tensor, "R _"]:
+        """Each prompt's tokens over its own."""
+        if self.turns is not None:
+            q, k = self.gpu.rotate(q, *self.turns), self.gpu.rotate(k, *self.turns)
+        self.gpu.store(k, v, *where)
+        assert isinstance(self.cache.packed, Mask)
+        mask = replace(self.cache.packed, causal=self.stack.causal, window=self.window)
         q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
-        out = attend(q, k, v, mask, scale=attention.heads.scale)
-        return attention.o_proj(out[0].transpose(0, 1).flatten(1))
-    if turns is None:
-        store(k, v, *where)
-    else:
-        q = rotate_store(q, k, v, *turns, *where)
-    told = (pages.table, pages.counts, _scale(attention), mask.window)
-    out = paged_attention(q, layer.k, layer.v, *told, each=pages.block == 1)
-    return attention.o_proj(out.flatten(1))
+        return attend(q, k, v, mask, scale=attention.heads.scale)[0].transpose(0, 1).flatten(1)
 
+    def cross_attention(
+        self, attention: MultiHeadAttention, y: Float[Tensor, "R D"], layer: PagedLayer
+    ) -> Float[Tensor, "R D"]:
+        assert self.cache.source is not None
+        q = attention.q_norm(attention.q_proj(y).unflatten(-1, (-1, attention.d_head)))
+        pool = layer.heads(attention.n_kv_heads)
+        return attention.o_proj(self.paged_attention(attention, q, pool, self.cache.source, 0))
 
-def _look(
-    attention: MultiHeadAttention, y: Float[Tensor, "B D"], layer: PagedLayer, source: Pages
-) -> Float[Tensor, "B D"]:
-    from clearhead.kernels.gpu import paged_attention
+    def paged_attention(
+        self, attention: MultiHeadAttention, q: Tensor, pool: Sequence[Tensor], held: BlockTable, window: int
+    ) -> Float[Tensor, "R _"]:
+        scale = 1 / math.sqrt(attention.d_head) if attention.heads.scale is None else attention.heads.scale
+        each = held.block == 1
+        return self.gpu.paged_attention(q, *pool, held.table, held.counts, scale, window, each=each).flatten(1)
 
-    q = attention.q_norm(attention.q_proj(y).unflatten(-1, (-1, attention.d_head)))
-    out = paged_attention(q, layer.k, layer.v, source.table, source.counts, _scale(attention), 0)
-    return attention.o_proj(out.flatten(1))
-
-
-def _think(feedforward: FeedForward, y: Float[Tensor, "B D"]) -> Float[Tensor, "B D"]:
-    from clearhead.kernels.gpu import gated
-
-    if feedforward.gated:
+    def feed_forward(self, feedforward: FeedForward, y: Float[Tensor, "R D"]) -> Float[Tensor, "R D"]:
+        if not feedforward.gated:
+            return feedforward.down(activated(feedforward.up, y, feedforward.activation))
         both = feedforward.gate_up
-        return feedforward.down(gated(linear(y, both.weight, both.whole_bias()), feedforward.activation))
-    return feedforward.down(_activated(feedforward.up, y, feedforward.activation))
+        return feedforward.down(self.gpu.gated(linear(y, both.weight, both.whole_bias()), feedforward.activation))
 
 
-def _activated(layer: nn.Linear, y: Float[Tensor, "R D"], activation: str) -> Float[Tensor, "R F"]:
-    """f(layer(y)); of a few rows, in a step that is recorded, by one kernel."""
-    from clearhead.kernels import gpu
-
-    weight: Tensor | Packed = layer.weight
-    if (
-        recording.is_on
-        and not isinstance(weight, Packed)
-        and (y.dtype, weight.is_contiguous()) == (weight.dtype, True)
-        and gpu.linear_plan(len(y), weight.shape[0], weight.shape[1], weight.dtype) is not None
-    ):
-        return gpu.linear(y, weight, layer.bias, activation=activation)
-    return ACTIVATIONS[activation](layer(y))
-
-
-def _scale(attention: MultiHeadAttention) -> float:
-    return 1 / math.sqrt(attention.d_head) if attention.heads.scale is None else attention.heads.scale
-
-
-def _norms(block: Block) -> list[nn.Module]:
+def norms_of(block: Block) -> list[nn.Module]:
     """In the order of the sublayers."""
     return [norm for norm in (block.attention_norm, block.cross_norm, block.feedforward_norm) if norm is not None]
 
 
-def _watched(block: Block) -> list[bool]:
-    """Whether somebody hooked into the places that this way does not pass."""
-    inner = [block, block.attention, block.attention.heads, block.feedforward, block.feedforward.down]
-    inner += [] if block.cross is None else [block.cross, block.cross.heads]
-    return [bool(module._forward_hooks or module._forward_pre_hooks) for module in inner]  # pyright: ignore[reportPrivateUsage]
+def _written_out(block: Block) -> list[nn.Module]:
+    """The modules whose forward is not called here."""
+    inner: list[nn.Module] = [block, block.attention, block.attention.heads, block.feedforward]
+    return inner + ([] if block.cross is None else [block.cross, block.cross.heads])
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether the module is one of ours, unchanged, and no hook waits for its forward."""
+    return type(module) in KNOWN and "forward" not in vars(module) and not kernels.is_watched(module)

@@ -1,33 +1,48 @@
-"""Keys and values in blocks of one pool, found by a table: texts of any length share memory, and pieces of it.
+"""The paged KV cache: keys and values in blocks of one pool, found by a block table (Kwon et al. 2023, "PagedAttention").
 
-A `Cache` is one piece of memory a row, as long as the longest text may become. Here memory is given out a block of some tokens
-at a time: a row's token at position p lies in block `table[row, p // block]`, at slot `p % block`. Two rows whose tables name
-the same block share it (a common beginning, the beams of a search). Who owns which block is `generation/`'s business.
-Beams on a GPU share token by token: each writes to blocks of its own, and a path says where each token of its text lies.
+A plain `Cache` reserves the longest text for each row. Here memory is given out a block of some tokens at a time: a row's token at
+position p lies in block `table[row, p // block]`, at slot `p % block`. Two rows whose tables name the same block share it (a common
+prefix, the beams of a search). allocator.py owns the blocks. Beams on a GPU share token by token: each writes to blocks of its own,
+and a path names the slot of each token of its text.
 
-Block 0 belongs to nobody: what must not be kept is written there.
+Block 0 is scratch: what must not be kept is written there.
+
+The plain forward gets gathered copies of the keys, as a `Cache` would hold them. The fast steps (native_step.py, gpu_step.py) read
+the pool itself.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from clearhead.kernels import native
-from clearhead.layers.cache import Cache, LayerCache
-from clearhead.layers.linear import has_triton
-from clearhead.layers.masks import ABSENT, Mask, Pages
+from clearhead import kernels
+from clearhead.layers.masks import ABSENT, Mask
 
-NOBODYS = 0
+SCRATCH = 0
+
+
+@dataclass(frozen=True, eq=False)
+class BlockTable:
+    """Each row's blocks in the order of its tokens, and how many tokens it has. With `block=1` the table names each token's slot:
+    block * slots + slot."""
+
+    table: Int[Tensor, "B m"]
+    counts: Int[Tensor, " B"]
+    block: int  # tokens for one entry of the table
 
 
 class Pool:
-    """The memory of all layers: (block, layer, k or v, head, slot, width), so that a block is one piece, copied at once."""
+    """The memory of all layers: (block, layer, k or v, head, slot, width), so that a block is one piece, copied at once.
+
+    `n_cross_heads` are the key heads of each layer's cross-attention; those of pruned layers use the first part of the room.
+    """
 
     def __init__(
         self,
@@ -37,29 +52,30 @@ class Pool:
         n_layers: int,
         n_kv_heads: int,
         d_head: int,
+        n_cross_heads: Sequence[int] = (),
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.block = block
         self.memory = _zeros((n_blocks, n_layers, 2, n_kv_heads, block, d_head), device, dtype)
         self.layers = [(self.memory[:, layer, 0], self.memory[:, layer, 1]) for layer in range(n_layers)]
+        self.n_cross_heads = list(n_cross_heads) or [n_kv_heads] * n_layers
 
     def copy(self, sources: Int[Tensor, " n"], targets: Int[Tensor, " n"]) -> None:
         self.memory.index_copy_(0, targets, self.memory.index_select(0, sources))
 
 
 class PagedCache:
-    """Some rows' share of a pool for one call of a model: what a `Cache` is to rows with memory of their own.
+    """Some rows of a pool, for one call of a model.
 
-    `counts` are the tokens that each row holds before the call. With `fresh`, none holds any: attention then looks at the
-    call's own keys, and they are only kept. Of several tokens a row the call's `mask` says which are real; padding stands at
-    the end. `source` is where an encoder-decoder's source lies; after `read`, this call reads it, and keeps it there. `live`
-    rows, if not all, are those that are there: the others pad a batch to a size that was prepared for. `paths`, if given, say
-    where each token of a row lies, the table only where its next one is put. `packed` is the mask of texts that the call reads
-    in one row, without padding: tables and counts are then each token's own.
+    `counts` are the tokens that each row holds before the call. With `fresh`, none holds any: attention then takes the call's own
+    keys, and they are only stored. With several tokens a row, the call's `mask` says which are real; padding is at the end. Only
+    `live` rows (1, not 0) gain a token: the others pad a batch to a recorded size. `paths`, if given, name the slot of each token
+    of a row; the table then only says where the next one is written. `packed` is the mask of prompts that the call reads in one row
+    without padding: tables and counts are then those of each token.
     """
 
-    length = 0  # the engine has checked lengths; the model need not
+    length = 0  # the engine has checked lengths
 
     def __init__(
         self,
@@ -74,90 +90,107 @@ class PagedCache:
     ) -> None:
         self.pool, self.table, self.counts, self.fresh, self.live = pool, table, counts, fresh, live
         self.paths, self.packed = paths, packed
-        self.source: Pages | None = None
-        self.reads = False
-        self.memory_mask: Mask | None = None
-        self.layers = [PagedLayer(self, k, v) for k, v in pool.layers]
+        self.source: BlockTable | None = None  # an encoder-decoder's source
+        self.reads = False  # whether this call reads the source
+        self.layers = [PagedLayer(self, k, v, n) for (k, v), n in zip(pool.layers, pool.n_cross_heads, strict=True)]
+        self.held: BlockTable | None = None  # the keys of this call, once placed
         self.blocks: Int[Tensor, "B T"] = table[:, :0]
         self.slots: Int[Tensor, "B T"] = table[:, :0]
+        self._memory_mask: Mask | None = None
 
-    def look_at(self, source: Pages) -> None:
-        """This source was read into these blocks."""
-        self.source, self.memory_mask = source, Mask(pages=source)
+    def attach_source(self, source: BlockTable) -> None:
+        """The source is already in these blocks."""
+        self.source = source
 
-    def read(self, source: Pages) -> None:
-        """This call reads the source, and keeps it in these blocks."""
+    def read_source(self, source: BlockTable) -> None:
+        """This call reads the source, and stores it in these blocks."""
         self.source, self.reads = source, True
 
+    @property
+    def memory_mask(self) -> Mask | None:
+        if self._memory_mask is None and self.source is not None and not self.reads:
+            self._memory_mask = Mask(keys=key_positions(self.source))
+        return self._memory_mask
+
+    @memory_mask.setter
+    def memory_mask(self, mask: Mask | None) -> None:
+        self._memory_mask = mask
+
     def check(self, batch: int, T: int) -> None:
-        assert len(self.table) == (batch if self.packed is None else T), "one row of the table a row of the batch"
+        assert len(self.table) == (batch if self.packed is None else T), (
+            "one row of the table for each row of the batch"
+        )
 
     def place(self, T: int, real: Bool[Tensor, "B T"] | None) -> tuple[Int[Tensor, "*B T"], Mask]:
-        """Where the next T tokens stand, and what they may look at."""
+        """Positions of the next T tokens, and a mask with the positions of the keys that `extend` returns."""
         if self.packed is not None:
-            found = find(self.table, self.counts[:, None], self.pool.block, None)
-            self.blocks, self.slots = found[0].T, found[1].T
+            blocks, slots = find(self.table, self.counts[:, None], self.pool.block, None)
+            self.blocks, self.slots = blocks.T, slots.T
             return self.counts[None], self.packed
         at = self.counts[:, None] + torch.arange(T, device=self.counts.device)
-        if T > 1 or not at.is_cuda or not has_triton():  # one token on a GPU finds its place itself
-            self.blocks, self.slots = find(self.table, at, self.pool.block, real)
+        self.blocks, self.slots = find(self.table, at, self.pool.block, real)
         if self.fresh:
             return at[0], Mask()
+        self.held = self.append(T)
+        return at, Mask(queries=at, keys=key_positions(self.held))
+
+    def append(self, T: int) -> BlockTable:
+        """The block table with the next T tokens; where there are paths, the new tokens' slots are added to them."""
         after = self.counts + (T if self.live is None else self.live)
         if self.paths is None:
-            return at, Mask(queries=at, pages=Pages(self.table, after, self.pool.block))
+            return BlockTable(self.table, after, self.pool.block)
+        at = self.counts[:, None] + torch.arange(T, device=self.counts.device)
         blocks, slots = find(self.table, at, self.pool.block, None)
         self.paths.scatter_(1, at.long(), (blocks * self.pool.block + slots).int())
-        return at, Mask(queries=at, pages=Pages(self.paths, after, 1))
+        return BlockTable(self.paths, after, 1)
 
     def advance(self, queries: Int[Tensor, "*B T"]) -> None:
         """Nothing: the caller counts."""
 
 
 class PagedLayer:
-    """One layer's keys and values: those of all rows, in blocks."""
+    """One layer's keys and values, in the blocks of the pool."""
 
-    def __init__(self, call: PagedCache, k: Float[Tensor, "n K b E"], v: Float[Tensor, "n K b E"]) -> None:
-        self.call, self.k, self.v = call, k, v
+    def __init__(
+        self, call: PagedCache, k: Float[Tensor, "n K b E"], v: Float[Tensor, "n K b E"], n_cross_heads: int
+    ) -> None:
+        self.call, self.k, self.v, self.n_cross_heads = call, k, v, n_cross_heads
 
     def extend(self, k: Float[Tensor, "B K T E"], v: Float[Tensor, "B K T E"]) -> tuple[Tensor, Tensor]:
-        """Store these; return what their queries may look at: themselves, or all blocks, and the mask knows which."""
-        pool_k, pool_v = self._share(k.shape[1])
-        self._write(k, v, pool_k, pool_v)
-        return (k, v) if self.call.fresh else (pool_k, pool_v)
+        """Store these; return the keys and values that their queries may attend to: these alone, or all of the row."""
+        call, (pool_k, pool_v) = self.call, self.heads(k.shape[1])
+        one = k.shape[2] == 1 and call.packed is None
+        if not (one and kernels.store(k[:, :, 0], v[:, :, 0], pool_k, pool_v, call.table, call.counts)):
+            pool_k[call.blocks, :, call.slots] = k.transpose(1, 2).to(pool_k.dtype)
+            pool_v[call.blocks, :, call.slots] = v.transpose(1, 2).to(pool_v.dtype)
+        if call.held is None:
+            return k, v
+        return gather(pool_k, call.held), gather(pool_v, call.held)
 
-    def _share(self, n_kv_heads: int) -> tuple[Tensor, Tensor]:
-        """The room of an attention's heads: all, if none was pruned."""
-        return (self.k, self.v) if n_kv_heads == self.k.shape[1] else (self.k[:, :n_kv_heads], self.v[:, :n_kv_heads])
-
-    def _write(self, k: Tensor, v: Tensor, pool_k: Tensor, pool_v: Tensor) -> None:
-        if k.shape[2] == 1 and k.is_cuda and has_triton():
-            from clearhead.kernels.gpu import store
-
-            store(k[:, :, 0], v[:, :, 0], pool_k, pool_v, self.call.table, self.call.counts)
-        elif k.shape[2] == 1 and k.dtype == pool_k.dtype == torch.float32 and not k.is_cuda and native.is_there():
-            native.store(k[:, :, 0], v[:, :, 0], pool_k, pool_v, self.call.table, self.call.counts)
-        else:
-            pool_k[self.call.blocks, :, self.call.slots] = k.transpose(1, 2).to(pool_k.dtype)
-            pool_v[self.call.blocks, :, self.call.slots] = v.transpose(1, 2).to(pool_v.dtype)
+    def heads(self, n: int) -> tuple[Float[Tensor, "n K b E"], Float[Tensor, "n K b E"]]:
+        """The pool's room for n key heads: all, if none was pruned."""
+        return (self.k, self.v) if n == self.k.shape[1] else (self.k[:, :n], self.v[:, :n])
 
     @property
     def cross(self) -> tuple[Tensor, Tensor] | None:
         """The source's keys and values, once read."""
-        return None if self.call.reads or self.call.source is None else (self.k, self.v)
+        if self.call.reads or self.call.source is None:
+            return None
+        k, v = self.heads(self.n_cross_heads)
+        return gather(k, self.call.source), gather(v, self.call.source)
 
     @cross.setter
     def cross(self, read: tuple[Float[Tensor, "B K S E"], Float[Tensor, "B K S E"]]) -> None:
-        pages, S = self.call.source, read[0].shape[2]
-        assert pages is not None, "a source is read into blocks of its own"
-        at = torch.arange(S, device=pages.counts.device).expand(len(pages.counts), -1)
-        blocks, slots = find(pages.table, at, self.call.pool.block, at < pages.counts[:, None])
-        for pool, x in zip(self._share(read[0].shape[1]), read, strict=True):
+        source, S = self.call.source, read[0].shape[2]
+        assert source is not None, "a source is read into blocks of its own"
+        at = torch.arange(S, device=source.counts.device).expand(len(source.counts), -1)
+        blocks, slots = find(source.table, at, self.call.pool.block, at < source.counts[:, None])
+        for pool, x in zip(self.heads(read[0].shape[1]), read, strict=True):
             pool[blocks, :, slots] = x.transpose(1, 2).to(pool.dtype)
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
-    """Zeros: what was never written is multiplied by a weight of 0, which must not meet a NaN.
+    """Zeros: memory that was never written is multiplied by a weight of 0, which must not meet a NaN.
 
     On the CPU the operating system gives them out as they are used; torch would write them all at once.
     """
@@ -170,35 +203,21 @@ def _zeros(shape: tuple[int, ...], device: torch.device | str | None, dtype: tor
 def find(
     table: Int[Tensor, "B m"], at: Int[Tensor, "B T"], block: int, real: Bool[Tensor, "B T"] | None
 ) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
-    """The block and the slot of each position; nobody's block for what is not real."""
+    """The block and the slot of each position; the scratch block for tokens that are not real."""
     at = at.long()
     blocks = table.gather(1, (at // block).clamp(max=table.shape[1] - 1)).long()
-    return blocks if real is None else torch.where(real, blocks, NOBODYS), at % block
+    return blocks if real is None else torch.where(real, blocks, SCRATCH), at % block
 
 
-def gather(held: Float[Tensor, "n K b E"], pages: Pages) -> Float[Tensor, "B K S E"]:
+def gather(held: Float[Tensor, "n K b E"], where: BlockTable) -> Float[Tensor, "B K S E"]:
     """Each row's blocks side by side, as a `Cache` would hold them."""
-    if pages.block == 1:
-        at, slots = pages.table.long(), held.shape[2]
+    if where.block == 1:
+        at, slots = where.table.long(), held.shape[2]
         return held[at // slots, :, at % slots].transpose(1, 2)
-    return held[pages.table.long()].transpose(1, 2).flatten(2, 3)
+    return held[where.table.long()].transpose(1, 2).flatten(2, 3)
 
 
-def spread(mask: Mask) -> Mask:
-    """The same mask with the positions of the keys that `gather` lays out."""
-    pages = mask.pages
-    if pages is None or mask.keys is not None:
-        return mask
-    at = torch.arange(pages.table.shape[1] * pages.block, device=pages.table.device)
-    return replace(mask, keys=torch.where(at < pages.counts[:, None], at, ABSENT))
-
-
-def unpage(k: Tensor, v: Tensor, mask: Mask) -> tuple[Float[Tensor, "B K S E"], Float[Tensor, "B K S E"], Mask]:
-    """Keys, values and mask as every kernel takes them."""
-    if mask.pages is None:
-        return k, v, mask
-    return gather(k, mask.pages), gather(v, mask.pages), replace(spread(mask), pages=None)
-
-
-AnyCache = Cache | PagedCache
-AnyLayerCache = LayerCache | PagedLayer
+def key_positions(where: BlockTable) -> Int[Tensor, "B S"]:
+    """The positions of the keys that `gather` returns; ABSENT after the last token of a row."""
+    at = torch.arange(where.table.shape[1] * where.block, device=where.table.device)
+    return torch.where(at < where.counts[:, None], at, ABSENT)

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from clearhead import kernels
 from clearhead.engine.kv_cache import Pool
 from clearhead.engine.native_support import is_supported, norms_of
 from clearhead.kernels import decode_step, huge_pages, native
@@ -26,8 +27,7 @@ from clearhead.kernels.decode_step import DecodeModel, DecodeStep, PositionTable
 from clearhead.kernels.snapshot import Snapshot
 from clearhead.layers.attention import MultiHeadAttention
 from clearhead.layers.block import Block
-from clearhead.layers.linear import CPU_ROWS, FusedLinear, Linear, is_bare
-from clearhead.layers.norm import RMSNorm
+from clearhead.layers.linear import FusedLinear, Linear, RMSNorm
 from clearhead.layers.positions import Learned, Positions, Rotary, Sinusoidal
 from clearhead.models.decoder import Decoder
 from clearhead.models.encoder_decoder import EncoderDecoder
@@ -78,7 +78,13 @@ class NativeStep:
         """Set `prepared` to the model as it is now, or to None if its step is not native.cpp's."""
         model, last, self.prepared = self.model, self.prepared, None
         stack = stack_of(model)
-        if torch.is_grad_enabled() or model.training or stack.training or not native.is_there() or not is_bare(tokens):
+        if (
+            torch.is_grad_enabled()
+            or model.training
+            or stack.training
+            or not native.is_there()
+            or not kernels.is_plain(tokens)
+        ):
             return
         if pool.memory.device.type != "cpu" or pool.memory.dtype != torch.float32:
             return
@@ -114,7 +120,7 @@ class PreparedModel:
         attentions = [each for block in stack.layers for each in (block.attention, block.cross) if each is not None]
         self.n_kv_heads = max(attention.n_kv_heads for attention in attentions)
         packed = all(isinstance(each.weight, Int8 | Int4) for each in modules if isinstance(each, Linear | FusedLinear))
-        self.max_rows = 2**31 if packed else CPU_ROWS  # above, torch multiplies float32 faster
+        self.max_rows = 2**31 if packed else kernels.CPU_ROWS  # above, torch multiplies float32 faster
         self.weights = self._weights(model, stack)
         self.n_steps, self.moving = 0, threading.Lock()
         total = sum(tensor.nbytes for tensor in self.snapshot.tensors)

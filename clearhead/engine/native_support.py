@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from clearhead.kernels import decode_step, native
 from clearhead.kernels.snapshot import Snapshot
 from clearhead.layers.attention import Attend, MultiHeadAttention
-from clearhead.layers.block import Block
+from clearhead.layers.block import Block, FeedForward
 from clearhead.layers.embedding import TokenEmbedding, TokenHead
-from clearhead.layers.feedforward import FeedForward
-from clearhead.layers.linear import FusedLinear, Linear
-from clearhead.layers.norm import LayerNorm, RMSNorm
+from clearhead.layers.linear import FusedLinear, LayerNorm, Linear, RMSNorm
 from clearhead.layers.positions import Learned, Positions, Rotary, Sinusoidal
 from clearhead.models.decoder import Decoder
 from clearhead.models.encoder_decoder import EncoderDecoder

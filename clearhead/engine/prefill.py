@@ -15,11 +15,12 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from clearhead.engine import gpu_step
 from clearhead.engine.batches import pad, send
 from clearhead.engine.cuda_graphs import Recordings, padded
-from clearhead.engine.kv_cache import PagedCache, Pool
+from clearhead.engine.kv_cache import BlockTable, PagedCache, Pool
 from clearhead.engine.sequence import Member
-from clearhead.layers.masks import Mask, Pages, packed_at
+from clearhead.layers.masks import Mask, packed_at
 from clearhead.models import Decoder, EncoderDecoder
 from clearhead.models.encoder_decoder import source_mask
 
@@ -81,7 +82,7 @@ class Reader:
         real = torch.arange(T, device=self.device) < counts
         cache = PagedCache(self.pool, table, torch.zeros_like(counts[:, 0]), fresh=True)
         if isinstance(model, EncoderDecoder):
-            cache.read(Pages(pages, n_source[:, 0], self.block))
+            cache.read_source(BlockTable(pages, n_source[:, 0], self.block))
             # Rows that only pad have no source; they look at one token all the same, as nothing can not be looked at.
             there = None if is_even else torch.arange(S, device=self.device) < n_source.clamp(min=1)
             memory = model.encode(source.long(), there)
@@ -101,7 +102,9 @@ class Reader:
         mask, positions = packed_at(starts, total, int(lengths.max()))
         table = self._lay([member.row for member in members])
         cache = PagedCache(self.pool, table[mask.documents[0][0]], positions.int(), fresh=True, packed=mask)
-        states = self.model.states(tokens[None].long(), cache=cache)
+        states = gpu_step.run_model(self.model, tokens[None].long(), cache)
+        if states is None:
+            states = self.model.states(tokens[None].long(), cache=cache)
         return self.model.project(states[0, starts[1:] - 1][:, None])[:, 0]
 
     def _read_pieces(self, members: Sequence[Member], T: int) -> Float[Tensor, "B V"]:
@@ -113,7 +116,7 @@ class Reader:
         cache = PagedCache(self.pool, table, send(np.array(starts), self.device), fresh=not any(starts))
         if isinstance(self.model, EncoderDecoder):
             counts = send(np.array([member.n_source for member in members]), self.device)
-            cache.read(Pages(self._lay([member.source for member in members]), counts, self.block))
+            cache.read_source(BlockTable(self._lay([member.source for member in members]), counts, self.block))
             memory, memory_mask = self._encode(members)
             states = self.model.states(tokens, memory, memory_mask, mask=real, cache=cache)
         else:

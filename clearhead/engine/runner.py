@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,14 +13,14 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from clearhead.engine import gpu_step
 from clearhead.engine.batches import send
 from clearhead.engine.cuda_graphs import Recordings, padded
-from clearhead.engine.kv_cache import PagedCache, Pool
+from clearhead.engine.kv_cache import BlockTable, PagedCache, Pool
 from clearhead.engine.native_step import NativeStep
 from clearhead.engine.prefill import Reader
 from clearhead.engine.sequence import Member, Numbers
 from clearhead.kernels.decode_step import Table
-from clearhead.layers.masks import Pages
 from clearhead.models import Decoder, EncoderDecoder
 from clearhead.sampling.beam_search import Search, go_on, likeliest
 
@@ -56,6 +57,7 @@ class Runner:
             n_layers=config.n_layers if isinstance(model, Decoder) else config.n_decoder_layers,
             n_kv_heads=config.n_kv_heads,
             d_head=config.d_head,
+            n_cross_heads=[block.cross.n_kv_heads for block in stack.layers if block.cross is not None],
             device=self.device,
             dtype=precision(weight),
         )
@@ -202,13 +204,15 @@ class Runner:
     def step(
         self, tokens: Int[Tensor, " n"], cache: PagedCache, source: Int[Tensor, "n s"], source_counts: Int[Tensor, " n"]
     ) -> Float[Tensor, "n V"]:
-        """One token a row through the model."""
-        if isinstance(self.model, EncoderDecoder):
-            cache.look_at(Pages(source, source_counts, self.block))
-            states = self.model.states(tokens[:, None], None, cache=cache)
-        else:
-            states = self.model.states(tokens[:, None], cache=cache)
-        return self.model.project(states)[:, 0]
+        """One token a row through the model, by the GPU's step where it fits, else by the plain forward."""
+        model = self.model
+        if isinstance(model, EncoderDecoder):
+            cache.attach_source(BlockTable(source, source_counts, self.block))
+        states = gpu_step.run_model(model, tokens[:, None], cache)
+        if states is None:
+            memory: Any = (None,) if isinstance(model, EncoderDecoder) else ()
+            states = model.states(tokens[:, None], *memory, cache=cache)
+        return model.project(states)[:, 0]
 
 
 class Mirror:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import chain
 from typing import Literal
 
@@ -21,10 +20,9 @@ from torch import Tensor
 from clearhead.data import Tokenizer
 from clearhead.errors import InputError
 from clearhead.kernels.onednn import laid_out
-from clearhead.layers.attend import goes_by_spans
 from clearhead.layers.masks import packed
 from clearhead.models import Encoder
-from clearhead.models.head import Pool
+from clearhead.models.encoder import Pool
 
 Pooling = Literal["model", "mean", "first"]
 Follow = Callable[[list[list[int]], str, int], Iterable[list[int]]]  # shows how far a list is worked through
@@ -82,13 +80,8 @@ def embed_ids(
 
 
 def packs(model: Encoder) -> bool:
-    """Whether its attention goes from text to text, so that packing them pays."""
-    config, weight = model.config, next(model.parameters())
-    mask = replace(packed([1])[0], window=config.window)
-    by_spans = goes_by_spans(mask, model.positions.bias, weight, config.kernel, 0.0)
-    return (
-        by_spans and config.n_kv_heads == config.n_heads and config.dropped_token < 0
-    )  # token dropout counts over a row
+    """Whether packing texts into one row pays. Token dropout counts over a row, so there it can not be done."""
+    return model.config.dropped_token < 0 and model.packs(packed([1])[0], next(model.parameters()))
 
 
 def read(tokenizer: Tokenizer, texts: Sequence[str], max_len: int, *, truncate: bool) -> list[list[int]]:

@@ -23,10 +23,10 @@ from clearhead.errors import InputError, did_you_mean
 from clearhead.inside.interventions import intervene, zero
 from clearhead.inside.probe import blocks_of, eval_mode, uncompiled
 from clearhead.inside.target_loss import TargetLoss
-from clearhead.layers.attention import MultiHeadAttention
+from clearhead.layers.attention import Lowered, MultiHeadAttention
 from clearhead.layers.block import Block
 from clearhead.layers.masks import Mask
-from clearhead.layers.positions import Angles, Bias
+from clearhead.layers.positions import Angles
 from clearhead.models import EncoderDecoder, Model
 from clearhead.models.stack import Stack
 
@@ -136,9 +136,8 @@ class _Call:
     """The inputs of one block."""
 
     x: Float[Tensor, "B T D"]
-    mask: Mask | None
+    mask: Mask | Lowered | None
     angles: Angles | None
-    bias: Bias | None
     memory: Float[Tensor, "B _ D"] | None
     memory_mask: Mask | None
 
@@ -152,29 +151,29 @@ class _Call:
             )  # what is shared by all rows is shared by all copies
             return x.repeat(n, *(1,) * (x.ndim - 1)) if many else x
 
-        def repeat_mask(mask: Mask | None) -> Mask | None:
+        def repeat_mask(mask: Any) -> Any:
             if mask is None or B == 1:
                 return mask
+            if isinstance(mask, Lowered):
+                pairs, empty, bias = repeat(mask.pairs), repeat(mask.empty), repeat(mask.bias)
+                return replace(mask, mask=repeat_mask(mask.mask), bias=bias, pairs=pairs, empty=empty, blocks=None)
             documents = tuple(map(repeat, mask.documents))
-            keys, queries, dense = repeat(mask.keys), repeat(mask.queries), repeat(mask.dense)
-            return replace(mask, keys=keys, queries=queries, documents=documents, dense=dense, blocks=None)
+            return replace(mask, keys=repeat(mask.keys), queries=repeat(mask.queries), documents=documents)
 
         return _Call(
             x=self.x.repeat(n, 1, 1),
             mask=repeat_mask(self.mask),
             angles=None if self.angles is None else (repeat(self.angles[0]), repeat(self.angles[1])),
-            bias=repeat(self.bias),
             memory=None if self.memory is None else self.memory.repeat(n, 1, 1),
             memory_mask=repeat_mask(self.memory_mask),
         )
 
     def run(self, block: Block, x: Tensor) -> Tensor:
-        given = dict(angles=self.angles, bias=self.bias, memory=self.memory, memory_mask=self.memory_mask)
-        return block(x, self.mask, **given)
+        return block(x, self.mask, angles=self.angles, memory=self.memory, memory_mask=self.memory_mask)
 
     def attend(self, block: Block, x: Tensor) -> Tensor:
-        attention, given = block.attention, dict(angles=self.angles, bias=self.bias)
-        return block.step(x, block.attention_norm, lambda y: attention(y, self.mask, **given))
+        attention = block.attention
+        return block.step(x, block.attention_norm, lambda y: attention(y, self.mask, angles=self.angles))
 
     def cross(self, block: Block, x: Tensor) -> Tensor:
         cross = block.cross

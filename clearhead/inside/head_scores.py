@@ -169,7 +169,7 @@ def strips(seen: Seen, site: str) -> Iterator[tuple[int, Float[Tensor, "B H t s"
     """
     given = seen.attention[site.removesuffix(".weights")]
     (B, H, T, _), S, mask = given.q.shape, given.k.shape[2], given.mask
-    is_text = mask.causal and mask.is_ordered and not mask.documents and mask.dense is None and given.bias is None
+    is_text = mask.causal and mask.is_ordered and not mask.documents and given.bias is None
     is_text = is_text and T == S == given.T
     step = max(STRIP // (B * H * S), 1)
     for start in range(0, T, step):

@@ -48,8 +48,7 @@ from clearhead.inside.probe import (
     sites,
     uncompiled,
 )
-from clearhead.layers.attend import softmax_of
-from clearhead.layers.attention import Attend
+from clearhead.layers.attention import Attend, Lowered, facts_of, masked_softmax
 from clearhead.layers.cache import LayerCache
 from clearhead.layers.masks import ABSENT, Mask
 
@@ -257,12 +256,13 @@ class _BlockHooks:
 
     def before(self, step: str) -> Callable[..., Any]:
         def hook(_: Attend, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            q, k, v, mask, bias = lay_out(args) if self.changes(f"{step}.k", f"{step}.v") else args
+            q, k, v, mask = args
             q = self.apply(f"{self.name}.{step}.q", q)
             if self.changes(f"{step}.k", f"{step}.v"):
-                at = torch.arange(k.shape[2], device=k.device)[None] if mask.keys is None else mask.keys
+                keys = facts_of(mask)[0].keys
+                at = torch.arange(k.shape[2], device=k.device)[None] if keys is None else keys
                 k, v = self.apply(f"{self.name}.{step}.k", k, at), self.apply(f"{self.name}.{step}.v", v, at)
-            return q, k, v, mask, bias
+            return q, k, v, mask
 
         return hook
 
@@ -282,17 +282,18 @@ class _BlockHooks:
         allowed = inputs.mask.allowed(inputs.T, v.shape[2], ALL, ALL, v.device)
         before = inputs.weights(heads, ALL)
         scores = self.apply(f"{self.name}.{step}.scores", inputs.scores(heads, ALL))
-        weights = self.apply(f"{self.name}.{step}.weights", softmax_of(scores, allowed).to(v.dtype))
+        weights = self.apply(f"{self.name}.{step}.weights", masked_softmax(scores, allowed).to(v.dtype))
         grouped = weights.unflatten(1, (v.shape[1], -1)).flatten(2, 3)
         new = (grouped @ v).unflatten(2, (-1, out.shape[2])).flatten(1, 2)
         return torch.where((weights == before).all(-1, keepdim=True), out, new)
 
 
-def _positions(x: Tensor, mask: Mask | None, cache: Any) -> Int[Tensor, "_ T"]:
+def _positions(x: Tensor, lowered: Mask | Lowered | None, cache: Any) -> Int[Tensor, "_ T"]:
     """The position of each token of a call in its text; ABSENT for padding."""
-    if mask is not None and mask.queries is not None:
+    mask, _ = facts_of(lowered)
+    if mask.queries is not None:
         return mask.queries
-    if mask is not None and mask.keys is not None and mask.pages is None:
+    if mask.keys is not None:
         return mask.keys[:, -x.shape[1] :]
     start = cache.step.start if isinstance(cache, LayerCache) else 0
     return torch.arange(start, start + x.shape[1], device=x.device)[None]

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from clearhead.errors import InputError
+from clearhead.kernels import Packed
 from clearhead.layers.embedding import TokenEmbedding
-from clearhead.layers.linear import Packed
 from clearhead.models import Model
 
 

@@ -25,10 +25,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from clearhead import viewers
-from clearhead.engine.kv_cache import unpage
 from clearhead.errors import InputError, did_you_mean
-from clearhead.layers.attend import attention_scores, softmax_of
-from clearhead.layers.attention import Attend
+from clearhead.layers.attention import Attend, attention_scores, facts_of, masked_softmax
 from clearhead.layers.block import Block
 from clearhead.layers.masks import Mask
 from clearhead.layers.positions import Bias
@@ -84,7 +82,7 @@ class AttentionInputs:
 
     def weights(self, indices: tuple[int, ...], rows: slice) -> Float[Tensor, "B h t S"]:
         allowed = self.mask.allowed(self.T, self.k.shape[2], self._rows_of_call(rows), ALL, self.k.device)
-        return softmax_of(self.scores(indices, rows), allowed).to(self.q.dtype)
+        return masked_softmax(self.scores(indices, rows), allowed).to(self.q.dtype)
 
     def _rows_of_call(self, rows: slice) -> slice:
         """Some of the kept rows, as rows of the whole call."""
@@ -267,9 +265,9 @@ Given = tuple[Tensor, Tensor, Tensor, Mask, Bias | None]  # q, k, v, mask, bias
 
 
 def lay_out(inputs: tuple[Any, ...]) -> Given:
-    """An attention's inputs, with keys and values gathered if they were in blocks."""
-    q, k, v, mask, bias = inputs
-    return q, *unpage(k, v, Mask() if mask is None else mask), bias
+    """An attention's inputs, with the facts of its mask, and its bias."""
+    q, k, v, mask = inputs
+    return q, k, v, *facts_of(mask)
 
 
 def select_inputs(given: Given, scale: float | None, heads: tuple[int, ...], rows: slice = ALL) -> AttentionInputs:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from clearhead.config import Config
 from clearhead.errors import InputError, did_you_mean
-from clearhead.layers.linear import Packed
+from clearhead.kernels import Packed
 from clearhead.models import Model, build
 
 

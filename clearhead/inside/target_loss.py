@@ -10,8 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from clearhead.errors import InputError
+from clearhead.kernels import Packed
 from clearhead.layers.embedding import TokenEmbedding, TokenHead
-from clearhead.layers.linear import Packed
 from clearhead.models import Encoder, Model
 from clearhead.models.encoder import real_of
 

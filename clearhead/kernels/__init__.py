@@ -1,1 +1,195 @@
-"""."""
+"""Everything that is there for speed: tensors in, tensors out. This file is the door; other rooms call these functions only.
+
+One law holds for all of them: a fast path computes what the plain one does, or says no. None means "use torch".
+
+checks.py         when a kernel of our own may replace torch's operators
+native.py         native.cpp and cpp/: C++ for the CPU, compiled on first use
+onednn.py         products of many rows on the CPU
+huge_pages.py     weights in 2 MB pages of memory
+packed.py         int8 and int4 weights in tiles
+attention.py      whole texts, texts packed into one row, block-sparse
+float8.py         fp8 products with gradients
+cross_entropy.py  the loss over a large vocabulary, in chunks
+gpu/              Triton kernels
+
+Knows no layer, model or cache. May import: errors.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from clearhead.kernels import native, onednn
+from clearhead.kernels.attention import (
+    block_sparse_attention,
+    packed_attention,
+    prefers_flex,
+    takes_packed,
+    text_attention,
+)
+from clearhead.kernels.checks import can_read, capture, has_triton, is_plain, is_watched, to_float64
+from clearhead.kernels.packed import Packed
+
+__all__ = [
+    "Packed",
+    "block_sparse_attention",
+    "can_read",
+    "capture",
+    "gpu_kernels",
+    "has_triton",
+    "is_plain",
+    "is_watched",
+    "pack_int4",
+    "packed_attention",
+    "packed_product",
+    "prefers_flex",
+    "product",
+    "rows",
+    "store",
+    "takes_packed",
+    "text_attention",
+    "to_float64",
+    "top_log_probs",
+    "wants_tiles",
+]
+
+CPU_ROWS, CUDA_ROWS = 32, 64  # up to so many rows our own products win
+
+
+def product(
+    x: Float[Tensor, "*_ D"],
+    weight: Float[Tensor, "N D"] | Packed,
+    bias: Float[Tensor, " N"] | None = None,
+    activation: str | None = None,
+) -> Float[Tensor, "*_ N"] | None:
+    """f(x W^T + b). A few rows, as in decoding, take as long as reading the weights does: our kernels read them faster.
+
+    With `activation`, None also means that no kernel does both at once.
+    """
+    if isinstance(weight, Packed):
+        return weight.product(x, bias) if activation is None else None
+    if not is_plain(x, weight) or x.dtype != weight.dtype or not weight.is_contiguous():
+        return None
+    if onednn.fits(x, weight):
+        return onednn.linear(x, weight, bias, activation) if onednn.knows(activation) else None
+    if torch.is_grad_enabled():
+        return None
+    n_rows = x.numel() // x.shape[-1]
+    if x.is_cuda:
+        return _cuda_product(x, weight, bias, activation, n_rows)
+    if 0 < n_rows <= CPU_ROWS and x.dtype == torch.float32 and activation is None and native.is_there():
+        return native.linear(_rows(x), weight, bias).view(*x.shape[:-1], -1)
+    return None
+
+
+def _cuda_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, n_rows: int
+) -> Float[Tensor, "*_ N"] | None:
+    N, D = weight.shape
+    if 0 < n_rows <= CUDA_ROWS and capture.is_on and has_triton():
+        from clearhead.kernels import gpu
+
+        if gpu.knows(activation) and (plan := gpu.linear_plan(n_rows, N, D, weight.dtype)) is not None:
+            return gpu.linear(_rows(x), weight, bias, activation=activation, plan=plan).view(*x.shape[:-1], -1)
+    if activation is not None or N % 8 == 0:
+        return None
+    # N = 50,257 for GPT-2: result rows that start at multiples of 8 are written six times as fast.
+    rows, even = _rows(x), N // 8 * 8
+    out = rows.new_empty(len(rows), even + 8)
+    torch.mm(rows, weight[:even].T, out=out[:, :even])
+    torch.mm(rows, weight[even:].T, out=out[:, even:N])
+    return (out[:, :N] if bias is None else out[:, :N].add_(bias)).view(*x.shape[:-1], -1)
+
+
+def _rows(x: Float[Tensor, "*_ D"]) -> Float[Tensor, "R D"]:
+    """Rows one after the other in memory."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def rows(weight: Float[Tensor, "N D"] | Packed, ids: Int[Tensor, "*_"]) -> Float[Tensor, "*_ D"] | None:
+    """The rows of a packed weight, unpacked; None for a plain one."""
+    return weight.rows(ids) if isinstance(weight, Packed) else None
+
+
+def packed_product(
+    x: Float[Tensor, "*_ D"],
+    q: Tensor,
+    scales: Tensor,
+    mins: Tensor | None,
+    bias: Float[Tensor, " N"] | None,
+    N: int,
+    *,
+    is_tiled: bool,
+) -> Float[Tensor, "*_ N"] | None:
+    """x W^T + b with W in the formats of quantization/integer.py: int4 has `mins`, int8 has none."""
+    if not x.numel() or not is_plain(x, q):
+        return None
+    if q.is_cuda:
+        if x.numel() // x.shape[-1] > CUDA_ROWS or not has_triton():
+            return None
+        from clearhead.kernels import gpu
+
+        if mins is None:
+            return gpu.linear_int8(_rows(x), q, scales, bias).view(*x.shape[:-1], -1)
+        return gpu.linear_int4(_rows(x), q, scales, mins, bias).view(*x.shape[:-1], -1)
+    if x.device.type != "cpu" or not native.is_there() or is_tiled != native.has_tiles():
+        return None
+    wide = None if bias is None else bias.float()
+    out = native.linear_packed(_rows(x.float()), q, scales, mins, wide, N, 8 if mins is None else 4)
+    return out.view(*x.shape[:-1], -1).to(x.dtype)
+
+
+def pack_int4(
+    weight: Float[Tensor, "N D"], shrinks: tuple[float, ...], n_fits: int
+) -> tuple[Tensor, Float[Tensor, "N g"], Float[Tensor, "N g"]] | None:
+    """q, scales and mins of quantization/integer.py's int4, which explains the search."""
+    if weight.device.type != "cpu" or not native.is_there() or not is_plain(weight):
+        return None
+    return native.pack_int4(weight.float().contiguous(), shrinks, n_fits)
+
+
+def wants_tiles(weight: Tensor) -> bool:
+    """Whether packed weights on this device lie in tiles."""
+    return weight.device.type == "cpu" and native.has_tiles()
+
+
+def gpu_kernels() -> ModuleType | None:
+    """The Triton kernels, for a whole step of decoding; None without triton."""
+    if not has_triton():
+        return None
+    from clearhead.kernels import gpu
+
+    return gpu
+
+
+def store(
+    k: Float[Tensor, "B K E"],
+    v: Float[Tensor, "B K E"],
+    pool_k: Float[Tensor, "n K block E"],
+    pool_v: Float[Tensor, "n K block E"],
+    table: Int[Tensor, "B m"],
+    positions: Int[Tensor, " B"],
+) -> bool:
+    """Write each row's new key and value into its block of the pool. False: not done, use torch."""
+    if k.is_cuda and has_triton():
+        from clearhead.kernels import gpu
+
+        gpu.store(k, v, pool_k, pool_v, table, positions)
+        return True
+    if k.device.type == "cpu" and k.dtype == pool_k.dtype == torch.float32 and native.is_there():
+        native.store(k, v, pool_k, pool_v, table, positions)
+        return True
+    return False
+
+
+def top_log_probs(logits: Float[Tensor, "R V"], n: int) -> tuple[Float[Tensor, "R n"], Int[Tensor, "R n"]] | None:
+    """Each row's n largest log-probabilities, and their ids."""
+    if not logits.is_cuda or n > 32 or not has_triton():
+        return None
+    from clearhead.kernels import gpu
+
+    return gpu.top_log_probs(logits, n)

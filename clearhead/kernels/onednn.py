@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd import forward_ad
+
+from clearhead.kernels.checks import has_forward_gradients
 
 FEWEST_ROWS = 33  # below, kernels of our own (native.cpp) win
 LARGEST = 2**24  # numbers of a weight; for the time of a product oneDNN copies it into its own layout
@@ -35,8 +36,13 @@ def fits(x: Tensor, weight: Tensor) -> bool:
         and x.numel() >= FEWEST_ROWS * x.shape[-1] > 0
         and weight.numel() <= LARGEST
         and torch._C._get_mkldnn_enabled()  # pyright: ignore[reportPrivateUsage]
-        and forward_ad._current_level < 0  # derivatives forward go by operators that torch knows  # pyright: ignore[reportPrivateUsage]
+        and not has_forward_gradients()
     )
+
+
+def knows(activation: str | None) -> bool:
+    """Whether `linear` computes this activation here: only without gradients."""
+    return activation is None or (activation in ACTIVATIONS and not torch.is_grad_enabled())
 
 
 def linear(

@@ -1,4 +1,4 @@
-"""The keys and values of what was already read, so that each new token costs one step and not all of them again.
+"""The KV cache: keys and values of the tokens so far, so that each new token costs one step.
 
 The caller owns it: `cache = model.new_cache(batch=2, max_len=64)`, then pass `cache=cache` to each call. Memory is taken once.
 A real token's slot is its position in its own row, so padding takes no room; with a sliding window, its position modulo the
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,18 +19,61 @@ from clearhead.errors import InputError
 from clearhead.layers.masks import ABSENT, Mask
 
 
+@runtime_checkable
+class AnyLayerCache(Protocol):
+    """What attention needs of a cache, for one layer."""
+
+    @property
+    def cross(self) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of the source, once it was read."""
+
+    @cross.setter
+    def cross(self, read: tuple[Tensor, Tensor]) -> None: ...
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store these; return all keys and values that their queries may attend to, (B, K, S, E)."""
+        ...
+
+
+@runtime_checkable
+class AnyCache(Protocol):
+    """What a model needs of a cache. `Cache` is memory of its own for each row; the engine has one in blocks."""
+
+    length: int  # tokens so far, padding included
+
+    @property
+    def memory_mask(self) -> Mask | None:
+        """Of the cross-attention."""
+
+    @memory_mask.setter
+    def memory_mask(self, mask: Mask | None) -> None: ...
+
+    @property
+    def layers(self) -> Sequence[AnyLayerCache]: ...
+
+    def check(self, batch: int, T: int) -> None:
+        """Refuse what does not fit, before anything is written."""
+
+    def place(self, T: int, real: Bool[Tensor, "B T"] | None) -> tuple[Int[Tensor, "*B T"], Mask]:
+        """Positions of the next T tokens, and a mask with the positions of the keys that `extend` returns."""
+        ...
+
+    def advance(self, queries: Int[Tensor, "*B T"]) -> None:
+        """The tokens that `place` put at these positions are read."""
+
+
 @dataclass(frozen=True)
 class Step:
-    """Where the T tokens of one call go: from slot `start` on in every row, or one by one where rows differ."""
+    """Where the T tokens of one call are written: from slot `start` on in every row, or one by one where rows differ."""
 
     start: int = 0
-    rows: Int[Tensor, " n"] | None = None  # for each token written: its row, its place in the call, its position
+    rows: Int[Tensor, " n"] | None = None  # for each token written: its row, its index in the call, its position
     cols: Int[Tensor, " n"] | None = None
     positions: Int[Tensor, " n"] | None = None
 
 
 class LayerCache:
-    """One layer's share: keys and values of its self-attention, and, once read, those of its cross-attention."""
+    """One layer: keys and values of its self-attention, and, once read, those of its cross-attention."""
 
     def __init__(self, k: Float[Tensor, "B K slots E"], v: Float[Tensor, "B K slots E"]) -> None:
         self.k, self.v = k, v
@@ -39,13 +83,13 @@ class LayerCache:
     def extend(
         self, k: Float[Tensor, "B K T E"], v: Float[Tensor, "B K T E"]
     ) -> tuple[Float[Tensor, "B K S E"], Float[Tensor, "B K S E"]]:
-        """Store these; return all keys and values that their queries may look at, themselves included."""
+        """Store these; return all keys and values that their queries may attend to, themselves included."""
         start, slots, T = self.step.start, self.k.shape[2], k.shape[2]
         if start + T <= slots or T == 1:
             self._write(k, v)
             used = min(start + T, slots)
             return self.k[:, :, :used], self.v[:, :, :used]
-        # Several tokens over the ring's end: the first of them still look at keys that the last of them replace.
+        # Several tokens past the ring's end: the first of them still attend to keys that the last of them replace.
         used = min(start, slots)
         seen = torch.cat([self.k[:, :, :used], k], 2), torch.cat([self.v[:, :, :used], v], 2)
         self._write(k, v)
@@ -68,7 +112,7 @@ class LayerCache:
 
 
 class Cache:
-    """All layers' shares, and how far each row has come."""
+    """All layers' keys and values, and the length of each row."""
 
     def __init__(
         self,
@@ -115,13 +159,13 @@ class Cache:
             )
 
     def place(self, T: int, real: Bool[Tensor, "B T"] | None) -> tuple[Int[Tensor, "*B T"], Mask]:
-        """Where the next T tokens stand, and a mask that knows where they and the keys of `extend` do.
+        """Positions of the next T tokens, and a mask with the positions of the keys that `extend` returns.
 
-        The layers are told where to write; `advance` then counts the tokens as read.
+        Sets where the layers write; `advance` then counts the tokens as read.
         """
         start, device = self.length, self.layers[0].k.device
         if real is None and self.counts is None:
-            self._tell(Step(start))
+            self._set(Step(start))
             queries = torch.arange(start, start + T, device=device)
             if start + T <= self.slots:
                 return queries, Mask()
@@ -133,7 +177,7 @@ class Cache:
         queries = torch.where(real, before[:, None] + real.cumsum(-1) - 1, ABSENT)
         # Of more tokens than slots only the last survive; writing each slot once keeps the result defined.
         rows, cols = (real & (queries >= after[:, None] - self.slots)).nonzero(as_tuple=True)
-        self._tell(Step(start, rows, cols, queries[rows, cols]))
+        self._set(Step(start, rows, cols, queries[rows, cols]))
         return queries, self._mask(queries, before, after)
 
     def advance(self, queries: Int[Tensor, "*B T"]) -> None:
@@ -143,7 +187,7 @@ class Cache:
             self.counts = before + (queries != ABSENT).sum(-1)
         self.length += queries.shape[-1]
 
-    def _tell(self, step: Step) -> None:
+    def _set(self, step: Step) -> None:
         for layer in self.layers:
             layer.step = step
 
@@ -159,25 +203,3 @@ class Cache:
         slot, last = torch.arange(self.slots, device=counts.device), counts[:, None] - 1
         latest = last - (last - slot) % self.slots
         return torch.where(latest >= 0, latest, ABSENT)
-
-    def reorder(self, rows: Sequence[int] | Int[Tensor, " b"]) -> None:
-        """Keep these rows, in this order; a row may be named twice (beams) or not at all (finished)."""
-        at = torch.as_tensor(rows, device=self.layers[0].k.device)
-        if at.ndim != 1 or len(at) == 0 or at.dtype != torch.int64:
-            raise InputError(f"rows are a list of whole numbers, at least one; got {rows!r}; use e.g. [0, 0, 2]")
-        if at.device.type == "cpu" and (int(at.min()) < 0 or int(at.max()) >= self.batch):
-            raise InputError(
-                f"rows must be 0 .. {self.batch - 1}; got {at.tolist()}; the cache holds {self.batch} rows"
-            )
-        for layer in self.layers:
-            layer.k, layer.v = layer.k[at], layer.v[at]
-            layer.cross = None if layer.cross is None else (layer.cross[0][at], layer.cross[1][at])
-        self.counts = None if self.counts is None else self.counts[at]
-        if self.memory_mask is not None and self.memory_mask.keys is not None:
-            self.memory_mask = Mask(keys=self.memory_mask.keys[at])
-
-    def free(self, rows: Sequence[int]) -> None:
-        """Drop these rows and their memory; the others move up."""
-        if any(not 0 <= row < self.batch for row in rows):
-            raise InputError(f"rows must be 0 .. {self.batch - 1}; got {list(rows)}; the cache holds {self.batch} rows")
-        self.reorder([row for row in range(self.batch) if row not in set(rows)])

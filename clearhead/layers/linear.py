@@ -1,142 +1,56 @@
-"""The products x W^T + b of a model, and several of them as one.
-
-`linear` is the door they all go through. A few rows, as in generating, take as long as reading the weights does: where no gradient
-is wanted, kernels of our own (native.cpp, gpu/) read them faster than torch's. Many rows on the CPU go to oneDNN (onednn.py).
-Weights may also be packed (quantized.py).
-"""
+"""What acts on each position alone: linear maps (one, or several as one product), activations, norms."""
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
-from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
-from torch._C import _len_torch_dispatch_stack as dispatch_modes  # pyright: ignore[reportPrivateUsage]
-from torch._C._functorch import peek_interpreter_stack
-from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 
-from clearhead.kernels import native, onednn
+from clearhead import kernels
+from clearhead.errors import ConfigError, did_you_mean
+from clearhead.kernels import Packed
 
-if TYPE_CHECKING:
-    from clearhead.quantization.float8 import Product
-
-CPU_ROWS, CUDA_ROWS = 32, 64  # up to how many our kernels win
-
-
-class Packed(nn.Module):
-    """A weight held in fewer bits, in the place of the parameter; it can be multiplied with and looked up in."""
-
-    shape: torch.Size
-    dtype: torch.dtype  # of results
-    device: torch.device
-
-    @abstractmethod
-    def product(self, x: Float[Tensor, "*_ D"], bias: Float[Tensor, " N"] | None) -> Float[Tensor, "*_ N"]: ...
-
-    @abstractmethod
-    def rows(self, ids: Int[Tensor, "*_"]) -> Float[Tensor, "*_ D"]: ...
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "relu2": lambda x: F.relu(x).square(),
+}
 
 
 def linear(
-    x: Float[Tensor, "*_ D"], weight: Float[Tensor, "N D"] | Packed, bias: Float[Tensor, " N"] | None = None
+    x: Float[Tensor, "*_ D"],
+    weight: Float[Tensor, "N D"] | Packed,
+    bias: Float[Tensor, " N"] | None = None,
+    activation: str | None = None,
 ) -> Float[Tensor, "*_ N"]:
-    """x W^T + b, by the fastest way there is for this many rows."""
-    if isinstance(weight, Packed):
-        return weight.product(x, bias)
-    if not is_bare(x, weight) or x.dtype != weight.dtype or not weight.is_contiguous():
-        return F.linear(x, weight, bias)
-    if onednn.fits(x, weight):
-        return onednn.linear(x, weight, bias)
-    if torch.is_grad_enabled():
-        return F.linear(x, weight, bias)
-    n_rows = x.numel() // x.shape[-1]
-    if x.is_cuda:
-        if 0 < n_rows <= CUDA_ROWS and recording.is_on and has_triton():
-            from clearhead.kernels import gpu
-
-            if gpu.linear_plan(n_rows, weight.shape[0], weight.shape[1], weight.dtype) is not None:
-                return gpu.linear(flat(x), weight, bias).view(*x.shape[:-1], -1)
-        if weight.shape[0] % 8:
-            return _wide(flat(x), weight, bias).view(*x.shape[:-1], -1)
-    elif 0 < n_rows <= CPU_ROWS and x.dtype == torch.float32 and x.device.type == "cpu" and native.is_there():
-        return native.linear(flat(x), weight, bias).view(*x.shape[:-1], -1)
+    """f(x W^T + b), with f one of ACTIVATIONS or none."""
+    y = kernels.product(x, weight, bias, activation)
+    if y is not None:
+        return y
+    if activation is not None:
+        return ACTIVATIONS[activation](linear(x, weight, bias))
+    assert isinstance(weight, Tensor), "a packed weight multiplies by itself"
     return F.linear(x, weight, bias)
 
 
-def activated(layer: nn.Module, x: Float[Tensor, "*_ D"], activation: str) -> Float[Tensor, "*_ N"] | None:
-    """f(layer(x)) as one kernel, where there is one and nobody looks between the two; None elsewhere."""
-    if torch.is_grad_enabled() or activation not in onednn.ACTIVATIONS or type(layer) is not Linear:
-        return None
-    if layer._forward_hooks or layer._forward_pre_hooks or _has_any_global_hook():  # pyright: ignore[reportPrivateUsage]
-        return None
-    weight: Tensor | Packed = layer.weight
-    if isinstance(weight, Packed) or not (is_bare(x, weight) and weight.is_contiguous() and onednn.fits(x, weight)):
-        return None
-    return onednn.linear(x, weight, layer.bias, activation)
-
-
-def _wide(x: Float[Tensor, "R D"], weight: Float[Tensor, "N D"], bias: Float[Tensor, " N"] | None) -> Tensor:
-    """For N that no multiple of 8 is (GPT-2's 50,257 words): rows that start at such multiples are written six times as fast."""
-    N, even = len(weight), len(weight) // 8 * 8
-    out = x.new_empty(len(x), even + 8)
-    torch.mm(x, weight[:even].T, out=out[:, :even])
-    torch.mm(x, weight[even:].T, out=out[:, even:N])
-    return out[:, :N] if bias is None else out[:, :N].add_(bias)
-
-
-def flat(x: Float[Tensor, "*_ D"]) -> Float[Tensor, "R D"]:
-    """Rows one after the other in memory."""
-    return x.reshape(-1, x.shape[-1]).contiguous()
-
-
-def is_bare(*tensors: Tensor) -> bool:
-    """Whether these are just memory, and nobody watches the operators: what a kernel outside torch may read."""
-    return (
-        tensors[0].device.type in ("cpu", "cuda")
-        and not torch.compiler.is_compiling()
-        and all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
-        and not torch.is_autocast_enabled(tensors[0].device.type)
-        and not dispatch_modes()  # counters of FLOPs, fake tensors
-        and peek_interpreter_stack() is None  # vmap  # pyright: ignore[reportUnnecessaryComparison]
-    )
-
-
-class Recording:
-    """Whether a CUDA graph is being recorded. Starting a kernel of ours takes longer than torch's: it pays where it is replayed."""
-
-    is_on = False
-
-    def __enter__(self) -> None:
-        self.is_on = True
-
-    def __exit__(self, *_: object) -> None:
-        self.is_on = False
-
-
-recording = Recording()
-
-
-@functools.cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def activated(layer: nn.Module, x: Float[Tensor, "*_ D"], activation: str) -> Float[Tensor, "*_ N"]:
+    """f(layer(x)); in one product if no hook wants to see the value in between."""
+    if type(layer) is Linear and not kernels.is_watched(layer):
+        return linear(x, layer.weight, layer.bias, activation)
+    return ACTIVATIONS[activation](layer(x))
 
 
 class Linear(nn.Linear):
-    """torch's, through the door."""
-
-    product8: Product | None = None  # set where training multiplies in 8 bits
+    """torch's, through `linear`."""
 
     def forward(self, input: Float[Tensor, "*_ d_in"]) -> Float[Tensor, "*_ d_out"]:
-        if self.product8 is not None and torch.is_grad_enabled():
-            from clearhead.quantization import float8 as fp8
-
-            return fp8.linear(input, self.weight, self.bias, self.product8, [self.out_features])[0]
         return linear(input, self.weight, self.bias)
 
 
@@ -148,8 +62,6 @@ class FusedLinear(nn.Module):
     The module that holds it calls `save_apart` once.
     """
 
-    product8: Product | None = None
-
     def __init__(self, d_in: int, parts: dict[str, int], *, bias: set[str]) -> None:
         super().__init__()
         self.parts = parts
@@ -160,10 +72,6 @@ class FusedLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(d_bias)) if self.biased else None
 
     def forward(self, x: Float[Tensor, "*_ d_in"]) -> tuple[Float[Tensor, "*_ _"], ...]:
-        if self.product8 is not None and torch.is_grad_enabled():
-            from clearhead.quantization import float8 as fp8
-
-            return fp8.linear(x, self.weight, self.whole_bias(), self.product8, list(self.parts.values()))
         return linear(x, self.weight, self.whole_bias()).split(list(self.parts.values()), -1)
 
     def whole_bias(self) -> Float[Tensor, " d_out"] | None:
@@ -173,6 +81,40 @@ class FusedLinear(nn.Module):
             return bias
         given = dict(zip(self.biased, bias.split([self.parts[name] for name in self.biased]), strict=True))
         return torch.cat([given.get(name, bias.new_zeros(size)) for name, size in self.parts.items()])
+
+
+def make_norm(kind: str, width: int, *, eps: float = 1e-5, bias: bool = True) -> nn.Module:
+    """ "layer": (x - mean) / std * w + b (Ba et al. 2016). "rms": x / rms * w, no mean, no bias (Zhang & Sennrich 2019)."""
+    match kind:
+        case "layer":
+            return LayerNorm(width, eps=eps, bias=bias)
+        case "rms":
+            return RMSNorm(width, eps=eps)
+        case "none":
+            return nn.Identity()
+        case _:
+            raise ConfigError(f"norm={kind!r} is not known; {did_you_mean(kind, ['layer', 'rms', 'none'])}")
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's, with the result in the input's type: autocast would widen it. The kernel computes in float32 either way."""
+
+    def forward(self, input: Float[Tensor, "*_ d"]) -> Float[Tensor, "*_ d"]:
+        if input.dtype == self.weight.dtype:
+            return super().forward(input)
+        bias = self.bias.to(input.dtype) if isinstance(self.bias, Tensor) else None  # pyright: ignore[reportUnnecessaryIsInstance]
+        with torch.autocast(input.device.type, enabled=False):
+            return F.layer_norm(input, self.normalized_shape, self.weight.to(input.dtype), bias, self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's, with the weight in the input's type: under autocast they differ, and torch then leaves its fused kernel."""
+
+    def forward(self, x: Float[Tensor, "*_ d"]) -> Float[Tensor, "*_ d"]:
+        if x.dtype == self.weight.dtype:
+            return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 def save_apart(holder: nn.Module, name: str) -> None:
@@ -198,7 +140,7 @@ def save_apart(holder: nn.Module, name: str) -> None:
     ) -> None:
         for kind, parts in tables.items():
             whole = getattr(getattr(holder, name), kind)
-            if not parts or isinstance(whole, Packed):
+            if not parts or not isinstance(whole, Tensor):  # a packed weight has no parts
                 continue
             pieces: list[Tensor] = []
             for part, now in zip(parts, whole.split(list(parts.values())), strict=True):
@@ -211,7 +153,7 @@ def save_apart(holder: nn.Module, name: str) -> None:
                         f"size mismatch for {key}: {tuple(piece.shape)} in the checkpoint, {tuple(now.shape)} here"
                     )
                 pieces.append(now if piece is None or piece.shape != now.shape else piece)
-            # A part that is not there stays as it is; on the meta device it is nothing, and does not join.
+            # A missing part keeps its value; on the meta device it has none, and nothing can be joined.
             mixed = len({piece.device for piece in pieces}) > 1
             state[f"{prefix}{name}.{kind}"] = whole if mixed else torch.cat(pieces)
 

@@ -1,7 +1,7 @@
-"""Masks: who may look at whom. True = may attend, everywhere.
+"""Masks: which query may attend to which key. True = may attend, everywhere.
 
-A mask is symbolic: a few facts (causal, a window, where each key stands, which document it is of) from which a kernel makes
-what it needs, so nobody holds a T x T tensor for a causal model. Combine masks with `&`:
+A mask holds facts (causal, a window, the position of each key, its document). attention.py lowers them to what a kernel takes, so
+no T x T tensor exists for a causal model. Combine masks with `&`:
 
     causal() & padding(real)
 """
@@ -15,23 +15,12 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from clearhead.errors import InputError
+from clearhead.layers.positions import Bias
 
-ABSENT = -1  # the position of a key that is not there: padding, or a slot of a cache nothing was written to
-
-
-@dataclass(frozen=True, eq=False)
-class Pages:
-    """Keys that lie in blocks of a pool: each row's blocks in the order of its tokens, and how many of those there are.
-
-    With a `block` of 1 the table names each token's own place: block * slots + slot.
-    """
-
-    table: Int[Tensor, "B m"]
-    counts: Int[Tensor, " B"]
-    block: int  # tokens that one number of the table stands for
+ALL = slice(None)
+ABSENT = -1  # the position of a key that is not there: padding, or an empty slot of a cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +34,10 @@ class Spans:
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Everything a kernel must know about T queries looking at S keys.
+    """The facts about T queries and S keys.
 
-    Keys stand at positions 0 .. S - 1 unless `keys` says otherwise, and the queries are the last T of them unless
-    `queries` does. Where padding is, positions count real tokens only, so that a padded row and the same row without
-    padding are one computation.
+    Keys have positions 0 .. S - 1 unless `keys` is given, and the queries are the last T of them unless `queries` is given.
+    Positions count real tokens only, so that a padded row and the same row without padding are one computation.
     """
 
     causal: bool = False
@@ -58,13 +46,10 @@ class Mask:
     queries: Int[Tensor, "_ T"] | None = None
     documents: tuple[Int[Tensor, "_ S"], ...] = ()  # only keys with the query's own number, in each of these
     asking: tuple[Int[Tensor, "_ T"], ...] = ()  # the queries' numbers in each; (): the queries are the last T keys
-    dense: Bool[Tensor, "_ 1 _ S"] | None = None  # all of `allowed`, once `settle` has written it out
-    blocks: BlockMask | None = None  # the same for the flex kernel
-    pages: Pages | None = None  # where the keys are, when they are in a pool's blocks
-    spans: Spans | None = None  # the same as `documents`, for a kernel that goes from text to text
+    spans: Spans | None = None  # where the texts of `documents` start, if they are packed one after the other
 
     def __and__(self, other: Mask) -> Mask:
-        """Both must allow. Where each says where the keys stand, a key absent in one is absent."""
+        """Both must allow. A key that is absent in one of them is absent."""
         if self.queries is not None or other.queries is not None:
             raise InputError(
                 "a mask with its own query positions belongs to one cache and does not combine; combine first"
@@ -96,15 +81,15 @@ class Mask:
         return self.keys is None and self.queries is None
 
     def check(self, B: int, T: int, S: int) -> None:
-        """Refuse to speak of other queries and keys than there are."""
-        for name, told, length in [
+        """Refuse a mask made for other queries or keys."""
+        for name, given, length in [
             *(("queries", t, T) for t in (self.queries, *self.asking)),
             *(("keys", t, S) for t in (self.keys, *self.documents)),
         ]:
             # Written out, since `in` compares by identity first, and a compiler's symbolic sizes have none.
-            if told is not None and (told.shape[1] != length or (told.shape[0] != 1 and told.shape[0] != B)):
+            if given is not None and (given.shape[1] != length or (given.shape[0] != 1 and given.shape[0] != B)):
                 raise InputError(
-                    f"the mask speaks of {tuple(told.shape)} {name}, but there are {(B, length)} (batch, length); "
+                    f"the mask speaks of {tuple(given.shape)} {name}, but there are {(B, length)} (batch, length); "
                     f"make it from tensors of that shape"
                 )
         if self.documents and not self.asking and T > S:
@@ -114,20 +99,20 @@ class Mask:
 
     def simplify(self, T: int, S: int) -> Mask:
         """The same mask without the facts that forbid nothing at this size."""
-        if not self.is_ordered or self.dense is not None or self.blocks is not None:
+        if not self.is_ordered:
             return self
         window = 0 if self.window >= max(T, S) else self.window
         causal = self.causal and T > 1
         return replace(self, window=window, causal=causal)
 
     def positions(self, T: int, S: int, device: torch.device) -> tuple[Int[Tensor, "_ T"], Int[Tensor, "_ S"]]:
-        """Where the queries and where the keys stand."""
+        """The positions of the queries and of the keys."""
         keys = torch.arange(S, device=device)[None] if self.keys is None else self.keys
         queries = keys[:, S - T :] if T <= S else torch.arange(S - T, S, device=device)[None]
         return queries if self.queries is None else self.queries, keys
 
     def numbers(self, T: int, S: int) -> list[tuple[Int[Tensor, "_ T"], Int[Tensor, "_ S"]]]:
-        """The documents that the queries are of, and the keys."""
+        """Document numbers of the queries and of the keys, for each of `documents`."""
         asking = self.asking or tuple(ids[:, S - T :] for ids in self.documents)
         return list(zip(asking, self.documents, strict=True))
 
@@ -138,8 +123,6 @@ class Mask:
 
     def allowed(self, T: int, S: int, rows: slice, cols: slice, device: torch.device) -> Bool[Tensor, "_ 1 _ s"] | None:
         """The pairs asked for as booleans that broadcast over (B, H, T, S), or None when nothing is forbidden."""
-        if self.dense is not None:
-            return self.dense[:, :, rows if self.dense.shape[2] > 1 else slice(None), cols]
         terms: list[Tensor] = []
         if self.keys is not None:
             terms.append((self.keys != ABSENT)[:, None, cols])
@@ -157,6 +140,27 @@ class Mask:
         for term in terms[1:]:
             allowed = allowed & term
         return allowed[:, None]
+
+
+def lower_pairs(
+    mask: Mask, bias: Bias | None, T: int, S: int, rows: slice, cols: slice, device: torch.device
+) -> tuple[Tensor | None, Bool[Tensor, "_ 1 _ 1"] | None]:
+    """These pairs as a fused kernel takes them, True = may attend or numbers to add, and the queries that may attend to nothing."""
+    allowed = mask.allowed(T, S, rows, cols, device)
+    empty = None
+    # Only these facts can leave a row empty; such a row attends to everything, and its result is then zeroed.
+    if allowed is not None and (mask.keys is not None or mask.documents or T > S):
+        empty = ~allowed.any(-1, keepdim=True)
+        allowed = allowed | empty
+    if bias is None:
+        return allowed, empty
+    added = bias_of(bias, mask, T, S, rows, cols, device)
+    return added if allowed is None else added.masked_fill(~allowed, float("-inf")), empty
+
+
+def bias_of(bias: Bias, mask: Mask, T: int, S: int, rows: slice, cols: slice, device: torch.device) -> Tensor:
+    """What is added to the scores of these pairs."""
+    return bias[:, :, rows, cols] if isinstance(bias, Tensor) else bias.dense(mask.distances(T, S, rows, cols, device))
 
 
 def causal() -> Mask:
@@ -189,7 +193,7 @@ def documents(ids: Int[Tensor, "B S"]) -> Mask:
 
 
 def packed(lengths: Sequence[int], device: torch.device | str = "cpu") -> tuple[Mask, Int[Tensor, " T"]]:
-    """Texts of these lengths one after the other in one row, without padding: what each token sees, and where it stands."""
+    """Texts of these lengths one after the other in one row, without padding: the mask, and each token's position."""
     if not lengths or min(lengths) < 1:
         raise InputError(f"each text has one token at least; got lengths {list(lengths)[:8]}; leave empty ones out")
     starts = F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
@@ -197,11 +201,11 @@ def packed(lengths: Sequence[int], device: torch.device | str = "cpu") -> tuple[
 
 
 def packed_at(starts: Int[Tensor, " n"], T: int, longest: int) -> tuple[Mask, Int[Tensor, " T"]]:
-    """The same, told where each text starts in the row of T tokens and, last, T; of texts without a token there may be some."""
-    places = torch.arange(T, device=starts.device, dtype=starts.dtype)
-    ids = torch.searchsorted(starts, places, right=True) - 1
+    """The same from where each text starts in the row of T tokens; the last of `starts` is T. Texts may be empty."""
+    index = torch.arange(T, device=starts.device, dtype=starts.dtype)
+    ids = torch.searchsorted(starts, index, right=True) - 1
     mask = replace(documents(ids[None]), spans=Spans(starts, longest))
-    return mask, places.long() - starts[ids]
+    return mask, index.long() - starts[ids]
 
 
 def across(queries: Mask, keys: Mask) -> Mask:
@@ -215,7 +219,7 @@ def across(queries: Mask, keys: Mask) -> Mask:
 
 
 def positions_of(real: Bool[Tensor, "B S"]) -> Int[Tensor, "B S"]:
-    """Each real token's place among the real tokens of its row; ABSENT for padding."""
+    """Each real token's index among the real tokens of its row; ABSENT for padding."""
     return torch.where(real, real.cumsum(-1) - 1, ABSENT)
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from clearhead import kernels
 from clearhead.errors import ConfigError, InputError
 
 Angles = tuple[Float[Tensor, "_ 1 T e"], Float[Tensor, "_ 1 T e"]]  # cosines and sines, e = E / 2
@@ -51,10 +52,10 @@ class Sinusoidal(Positions):
         return x + self.table(positions).to(x)
 
     def table(self, positions: Int[Tensor, "*B T"]) -> Float[Tensor, "*B T D"]:
-        # float64: at position 1,000 a float32 angle is already wrong in the fifth digit. Apple's GPUs have no float64.
-        device = torch.device("cpu") if positions.device.type == "mps" else positions.device
-        pairs = torch.arange(self.d_model // 2, device=device, dtype=torch.float64)
-        angles = positions.to(device).double()[..., None] * 10_000.0 ** (-2 * pairs / self.d_model)
+        # float64: at position 1,000 a float32 angle is already wrong in the fifth digit.
+        exact = kernels.to_float64(positions)
+        pairs = torch.arange(self.d_model // 2, device=exact.device, dtype=torch.float64)
+        angles = exact[..., None] * 10_000.0 ** (-2 * pairs / self.d_model)
         both = [angles.sin(), angles.cos()]
         table = torch.cat(both, -1) if self.halves else torch.stack(both, -1).flatten(-2)
         return table.float()

@@ -7,11 +7,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from clearhead.config import Config
-from clearhead.engine.kv_cache import AnyCache
-from clearhead.layers.cache import Cache
+from clearhead.kernels import Packed
+from clearhead.layers.cache import AnyCache, Cache
 from clearhead.layers.embedding import TokenEmbedding, TokenHead
-from clearhead.layers.linear import Packed
-from clearhead.models.head import make_head
+from clearhead.models.parts import make_head
 from clearhead.models.stack import Padding, Stack
 
 

@@ -10,13 +10,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from clearhead.config import Config, Generation
-from clearhead.engine.kv_cache import AnyCache
 from clearhead.errors import InputError
-from clearhead.layers.cache import Cache
-from clearhead.layers.embedding import FrameEmbedding, TokenEmbedding
+from clearhead.layers.cache import AnyCache, Cache
+from clearhead.layers.embedding import TokenEmbedding
 from clearhead.layers.masks import ABSENT, Mask, padding
+from clearhead.layers.media import FrameEmbedding
 from clearhead.models.decoder import make_cache
-from clearhead.models.head import make_head
+from clearhead.models.parts import make_head
 from clearhead.models.stack import Padding, Stack
 
 Source = Int[Tensor, "B S"] | Float[Tensor, "B m n"]  # tokens, or mel frames of sound

@@ -13,18 +13,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from clearhead import kernels
 from clearhead.config import Config, Generation
-from clearhead.engine import gpu_step as one_token
-from clearhead.engine.kv_cache import AnyCache, PagedCache
 from clearhead.errors import InputError
-from clearhead.layers.attend import check_mask, settle
-from clearhead.layers.attention import MultiHeadAttention
+from clearhead.layers.attention import Lowered, can_pack, check_mask, lower
 from clearhead.layers.block import Block
+from clearhead.layers.cache import AnyCache
 from clearhead.layers.embedding import check_ids
-from clearhead.layers.feedforward import FeedForward
 from clearhead.layers.masks import Mask, check_real, padding
-from clearhead.layers.norm import make_norm
-from clearhead.layers.positions import Alibi, Learned, Positions, RelativeBuckets, Rotary, Sinusoidal, check_length
+from clearhead.layers.positions import check_length
+from clearhead.models.parts import make_block, make_positions, norm_of
 
 Padding = Bool[Tensor, "B T"] | Mask | None  # what a model's `mask=` takes; True = a real token
 
@@ -32,35 +30,18 @@ Padding = Bool[Tensor, "B T"] | Mask | None  # what a model's `mask=` takes; Tru
 class Stack(nn.Module):
     """Positions, then blocks, then (pre-norm) a last norm. `causal` makes it a decoder's, `cross` one with an encoder."""
 
-    generation = Generation()  # replaced by what a checkpoint says
+    generation = Generation()  # replaced by the checkpoint's
     extras: Mapping[str, Tensor] = MappingProxyType({})  # tensors of a checkpoint that are kept, but not computed with
 
     def __init__(self, config: Config, *, n_layers: int, max_len: int, causal: bool, cross: bool = False) -> None:
         super().__init__()
         self.config, self.causal = config, causal
-        norm = partial(make_norm, config.norm, config.d_model, eps=config.norm_eps, bias=config.bias)
         self.positions = make_positions(config, max_len=max_len, causal=causal)
-        self.embedding_norm = norm() if config.embedding_norm else nn.Identity()
+        self.embedding_norm = norm_of(config) if config.embedding_norm else nn.Identity()
         stack = ("decoder." if cross else "encoder.") if config.shape == "encoder-decoder" else ""
-        self.blocks = nn.ModuleList(
-            Block(
-                attention=make_attention(config, f"{stack}blocks.{i}.attention"),
-                cross=make_attention(config, f"{stack}blocks.{i}.cross", cross=True) if cross else None,
-                feedforward=FeedForward(
-                    d_model=config.d_model,
-                    d_ff=config.d_ff,
-                    activation=config.feedforward,
-                    gated=config.gated,
-                    bias=config.bias,
-                ),
-                norm=norm,
-                norm_first=config.norm_first,
-                dropout=config.dropout,
-            )
-            for i in range(n_layers)
-        )
-        self.norm = norm() if config.norm_first else nn.Identity()
-        self.stream: torch.dtype | None = None  # under autocast, what blocks hand on; None: what the embedding gives
+        self.blocks = nn.ModuleList(make_block(config, stack, i, cross=cross) for i in range(n_layers))
+        self.norm = norm_of(config) if config.norm_first else nn.Identity()
+        self.stream: torch.dtype | None = None  # of the residual stream under autocast; None: the embedding's
 
     def run(
         self,
@@ -73,40 +54,46 @@ class Stack(nn.Module):
         cache: AnyCache | None = None,
         checkpointing: bool = False,
     ) -> Float[Tensor, "B T D"]:
-        """From embeddings to final states. With a cache, x is what comes after the tokens already in it."""
+        """From embeddings to final states. With a cache, x follows the tokens already in it."""
         if checkpointing and cache is not None:
             raise InputError("checkpointing is for training and a cache for generating; got both; leave one out")
-        T = x.shape[1]
-        stands, mask = self._place(x, mask, cache, given=positions is not None)
-        at = stands.clamp(min=0) if positions is None else self._check_positions(positions, x)
-        x = F.dropout(self.embedding_norm(self.positions.enter(x, at)), self.config.dropout, self.training)
-        if self.stream is not None and torch.is_autocast_enabled(x.device.type):
-            x = x.to(self.stream)
-        mask, bias = settle(
-            *(mask, self.positions.bias),
-            T=T,
-            S=T + (0 if cache is None else cache.length),
-            like=x,
-            kernel=self.config.kernel,
-            dropout=self.config.attention_dropout if self.training else 0.0,
-        )
-        angles = self.positions.angles(at)
-        even = not self.config.pruned_heads  # what does many layers' steps at once takes them to be alike
-        if even and isinstance(cache, PagedCache) and one_token.fits(self.layers, self.norm, x, mask, bias, cache):
-            return one_token.run(self.layers, self.norm, x, mask, angles, cache)
+        counted, facts = self._place(x, mask, cache, given=positions is not None)
+        at = counted.clamp(min=0) if positions is None else self._check_positions(positions, x)
+        x = self.enter(x, at)
+        lowered, angles = self._lower(facts, x, cache), self.positions.angles(at)
         for i, block in enumerate(self.blocks):
-            layer = partial(block, angles=angles, bias=bias, memory=memory, memory_mask=memory_mask)
+            layer = partial(block, angles=angles, memory=memory, memory_mask=memory_mask)
             if checkpointing:
-                x = checkpoint(layer, x, mask, use_reentrant=False)
+                x = checkpoint(layer, x, lowered, use_reentrant=False)
             else:
-                x = layer(x, mask, cache=None if cache is None else cache.layers[i])
+                x = layer(x, lowered, cache=None if cache is None else cache.layers[i])
         if cache is not None:
-            cache.advance(stands)
+            cache.advance(counted)
         return self.norm(x)
+
+    def enter(self, x: Float[Tensor, "B T D"], positions: Int[Tensor, "*B T"]) -> Float[Tensor, "B T D"]:
+        """From embeddings to the residual stream."""
+        x = F.dropout(self.embedding_norm(self.positions.enter(x, positions)), self.config.dropout, self.training)
+        return x.to(self.stream) if self.stream is not None and torch.is_autocast_enabled(x.device.type) else x
 
     @property
     def layers(self) -> list[Block]:
         return [block for block in self.blocks if isinstance(block, Block)]
+
+    def packs(self, mask: Mask, like: Tensor) -> bool:
+        """Whether this stack attends to texts packed into one row (`mask` of `packed()`) one by one, at no cost for the others."""
+        mask = mask & Mask(causal=self.causal, window=self.config.window)
+        return can_pack(mask, self.positions.bias, like, self.config.kernel, self._attention_dropout)
+
+    @property
+    def _attention_dropout(self) -> float:
+        return self.config.attention_dropout if self.training else 0.0
+
+    def _lower(self, mask: Mask, x: Tensor, cache: AnyCache | None) -> Lowered:
+        T, held = x.shape[1], 0 if cache is None else cache.length
+        S = T + held if mask.keys is None else mask.keys.shape[1]
+        kernel, dropout = self.config.kernel, self._attention_dropout
+        return lower(mask, self.positions.bias, T=T, S=S, like=x, kernel=kernel, dropout=dropout)
 
     def _check_positions(self, positions: Tensor, x: Tensor) -> Tensor:
         shape = tuple(x.shape[:2]) if positions.ndim == 2 else (x.shape[1],)
@@ -115,82 +102,34 @@ class Stack(nn.Module):
     def _place(
         self, x: Tensor, mask: Padding, cache: AnyCache | None, *, given: bool
     ) -> tuple[Int[Tensor, "*B T"], Mask]:
-        """Where each token stands (padding counts for nothing), and what it may look at. Positions that are given may start
-        anew, so that a row may be longer than any position."""
+        """Each token's position, padding not counted, and the whole mask. With `given` positions a row may be longer than any
+        position, since they may start anew."""
         B, T = x.shape[:2]
         if isinstance(mask, Tensor):
             check_padding(mask, (B, T), whole=cache is None)
         if cache is None:
-            told = padding(mask) if isinstance(mask, Tensor) else check_mask(mask)
-            told.check(B, T, T)
+            facts = padding(mask) if isinstance(mask, Tensor) else check_mask(mask)
+            facts.check(B, T, T)
             if not given:
                 check_length(T, self.positions)
-            stands = torch.arange(T, device=x.device) if told.keys is None else told.keys
-            return stands, told & Mask(causal=self.causal, window=self.config.window)
+            counted = torch.arange(T, device=x.device) if facts.keys is None else facts.keys
+            return counted, facts & Mask(causal=self.causal, window=self.config.window)
         if isinstance(mask, Mask):
             raise InputError(
                 "with a cache, mask is a boolean tensor (True = a real token); got a Mask; pass the padding alone"
             )
         cache.check(B, T)
         check_length(cache.length + T, self.positions)
-        stands, where = cache.place(T, mask)
-        return stands, replace(where, causal=self.causal, window=self.config.window)
+        counted, facts = cache.place(T, mask)
+        return counted, replace(facts, causal=self.causal, window=self.config.window)
 
 
 def check_padding(real: Tensor, shape: tuple[int, int], *, whole: bool = True) -> None:
-    """Refuse a padding mask of the wrong type or shape, and one that looks inverted: a whole row without a real token."""
+    """Refuse a padding mask of the wrong type or shape, and one that seems inverted: a whole row without a real token."""
     check_real(real, shape)
-    if whole and real.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(real.any(1).all()):
+    if whole and kernels.can_read(real) and not bool(real.any(1).all()):
         row = int((~real.any(1)).nonzero()[0])
         raise InputError(
             f"row {row} of the mask holds no real token; True = a real token, False = padding; "
             f"if yours says True for padding, pass mask=~mask"
         )
-
-
-def make_attention(config: Config, place: str, *, cross: bool = False) -> MultiHeadAttention:
-    kept = config.kept_heads(place)
-    return MultiHeadAttention(
-        d_model=config.d_model,
-        n_heads=len(kept),
-        n_kv_heads=len(kept) * config.n_kv_heads // config.n_heads,
-        d_head=config.d_head,
-        bias=config.attention_bias,
-        cross=cross,
-        qk_norm=config.qk_norm,
-        scale=config.attention_scale or None,
-        dropout=config.attention_dropout,
-        kernel=config.kernel,
-        kept=kept if len(kept) < config.n_heads else (),
-    )
-
-
-def make_positions(config: Config, *, max_len: int, causal: bool) -> Positions:
-    match config.positions:
-        case "sinusoidal":
-            return Sinusoidal(d_model=config.d_model, halves=config.sinusoid_halves)
-        case "learned":
-            return Learned(d_model=config.d_model, max_len=max_len)
-        case "rotary":
-            return Rotary(
-                d_head=config.d_head,
-                base=config.rotary_base,
-                interleaved=config.rotary_interleaved,
-                scaling=config.rotary_scaling,
-                factor=config.rotary_factor,
-                low=config.rotary_low,
-                high=config.rotary_high,
-                original_len=config.rotary_original_len,
-                precision=config.rotary_precision,
-            )
-        case "alibi":
-            return Alibi(n_heads=config.n_heads)
-        case "t5":
-            return RelativeBuckets(
-                n_heads=config.n_heads,
-                n_buckets=config.t5_buckets,
-                max_distance=config.t5_max_distance,
-                both_ways=not causal,
-            )
-        case "none":
-            return Positions()

@@ -1,9 +1,9 @@
-"""Products in 8 bits, for training on GPUs that multiply them twice as fast as 16 (Micikevicius et al. 2022).
+"""fp8 training: the products of a model's blocks in 8 bits, twice as fast on some GPUs as 16 (Micikevicius et al. 2022).
 
-Of y = x W^T and both its gradients, every operand is rounded to 8 bits: x and W to e4m3 (4 significant bits), gradients to e5m2
-(3 bits, a wider range). Sums, results and all that lies between the products stay as they were. A scale brings a tensor's
-largest value near the format's; it comes from the largest of the steps before, so that no tensor is read twice (gpu_fp8.py
-collects this step's on the way). Weights are rounded once a step, by a scale of their own largest value.
+`Products(model)` swaps in modules whose forward and backward products round every operand: x and W to e4m3 (4 significant bits),
+gradients to e5m2 (3 bits, a wider range). Sums, results and everything between the products stay as they were. A scale brings a
+tensor's largest value near the format's largest. It follows the largest values of the steps before, so no tensor is read twice.
+Weights are rounded once a step, by their own largest value.
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from clearhead.errors import ConfigError
+from clearhead.kernels import float8
+from clearhead.kernels.float8 import BACKWARD, FORWARD, MULTIPLE
+from clearhead.layers.block import FeedForward
 from clearhead.layers.embedding import TokenHead
 from clearhead.layers.linear import FusedLinear, Linear
 
-FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 STEPS = 16  # a scale fits the largest value of so many steps,
-ROOM = 2.0  # and values up to so many times as large; what is larger still becomes the largest there is
-MULTIPLE = 16  # what the matrix units ask of a width
+ROOM = 2.0  # and values up to so many times as large; larger values are clipped
 
 
 class Product:
-    """What one product needs besides its operands: the weight in 8 bits, as it is and turned, and its scales."""
+    """What one product needs beside its operands: the weight in 8 bits, as it is and transposed, and its scales."""
 
     def __init__(self, weight: Tensor) -> None:
         d_out, d_in = weight.shape
@@ -52,7 +54,7 @@ class Products:
         }
         check_device(next(model.parameters()).device)
         check_widths({name: module.weight for name, module in modules.items()})
-        self.modules = list(modules.values())
+        self.modules: list[Any] = list(modules.values())
         self.weights = [module.weight for module in modules.values()]
         self.each = [Product(weight) for weight in self.weights]
         device, n = self.weights[0].device, len(self.each)
@@ -65,9 +67,11 @@ class Products:
             places = 2 * i, 2 * i + 1, 2 * n + i
             product.scales = tuple(self.scales[place, 0] for place in places)
             product.inverses = tuple(self.inverses[place, 0] for place in places)
+            swap(module)
             module.product8 = product
-        for head in (module for module in model.modules() if isinstance(module, TokenHead)):
-            head.eight = True
+        for module in model.modules():
+            if isinstance(module, FeedForward | TokenHead):
+                swap(module)
 
     def calibrate(self, run: Callable[[], Any]) -> None:
         """The first scales, from a pass in 16 bits: `run` computes gradients, which are the caller's to throw away."""
@@ -105,15 +109,13 @@ class Products:
     @torch.no_grad()
     def settle(self) -> None:
         """Scales and rounded weights, from the history and the weights that are there."""
-        from clearhead.kernels.gpu import float8_cast as gpu_fp8
-
         of_weights = torch.stack(torch._foreach_norm(self.weights, float("inf")))  # pyright: ignore[reportPrivateUsage]
         largest = torch.cat([self.history.amax(0), of_weights])
         scales = torch.where(largest > 0, self.top / largest, 1.0)
         self.scales[:, 0] = scales
         self.inverses[:, 0] = 1 / scales
         for product, weight in zip(self.each, self.weights, strict=True):
-            gpu_fp8.cast_into(weight, product.scales[2], product.weight, product.turned)
+            float8.cast_into(weight, product.scales[2], product.weight, product.turned)
 
 
 def check_device(device: torch.device) -> None:
@@ -136,122 +138,48 @@ def check_widths(weights: dict[str, Tensor]) -> None:
             )
 
 
-@torch.library.custom_op(
-    "clearhead::cast8",
-    mutates_args=("largest",),
-    schema="(Tensor[] parts, Tensor? before, str kind, Tensor scale, Tensor(a!) largest, ScalarType dtype) -> (Tensor, Tensor)",
-)
-def cast8(
-    parts: list[Tensor], before: Tensor | None, kind: str, scale: Tensor, largest: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """See gpu_fp8.cast."""
-    from clearhead.kernels.gpu import float8_cast as gpu_fp8
+class Float8Linear(Linear):
+    product8: Product | None  # None while the scales are calibrated
 
-    return gpu_fp8.cast(parts, before, kind, scale, largest, dtype)
+    def forward(self, input: Float[Tensor, "*_ d_in"]) -> Float[Tensor, "*_ d_out"]:
+        if self.product8 is None or not torch.is_grad_enabled():
+            return super().forward(input)
+        return float8.linear(input, self.weight, self.bias, self.product8.tensors(), [self.out_features])[0]
 
 
-@cast8.register_fake
-def _(
-    parts: list[Tensor], before: Tensor | None, kind: str, scale: Tensor, largest: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    R, N = parts[0].numel() // parts[0].shape[-1], sum(part.shape[-1] for part in parts)
-    like = parts[0]
-    return like.new_empty(R, N, dtype=dtype), like.new_empty(N, -(-R // 16) * 16, dtype=dtype)
+class Float8FusedLinear(FusedLinear):
+    product8: Product | None
+
+    def forward(self, x: Float[Tensor, "*_ d_in"]) -> tuple[Float[Tensor, "*_ _"], ...]:
+        if self.product8 is None or not torch.is_grad_enabled():
+            return super().forward(x)
+        return float8.linear(x, self.weight, self.whole_bias(), self.product8.tensors(), list(self.parts.values()))
 
 
-def multiply(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, *, exact: bool = False
-) -> Tensor:
-    """a b^T of 8-bit operands, both with the summed axis last; scales are what to multiply by afterwards.
+class Float8FeedForward(FeedForward):
+    """Without a gate: the activation is never written in 16 bits, nor is its gradient."""
 
-    Sums have 14 bits, or all with `exact`, which takes up to 18% longer.
-    """
-    bias = None if bias is None else bias.bfloat16()
-    return torch._scaled_mm(  # pyright: ignore[reportPrivateUsage]
-        *(a, b.t(), scale_a, scale_b, bias), out_dtype=torch.bfloat16, use_fast_accum=not exact
-    )
-
-
-class _Linear(torch.autograd.Function):
-    """x W^T + b in 8 bits; the result in parts, since what comes back for them can be joined where it is rounded."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        w8, turned_w, largest_x, largest_g, scale_x, scale_g, back_x, back_g, back_w = tensors
-        x8, turned_x = cast8([x], None, "", scale_x, largest_x, FORWARD)
-        ctx.save_for_backward(turned_x, turned_w, back_x, back_w, scale_g, back_g, largest_g)
-        ctx.dtype, ctx.shape, ctx.biased = x.dtype, x.shape, bias is not None
-        y = multiply(x8, w8, back_x, back_w, bias).view(*x.shape[:-1], -1)
-        return y.split(sizes, -1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        turned_x, turned_w, back_x, back_w, scale_g, back_g, largest_g = ctx.saved_tensors
-        g8, turned_g = cast8(list(grads), None, "", scale_g, largest_g, BACKWARD)
-        dx = multiply(g8, turned_w, back_g, back_w)
-        dw = multiply(turned_g, turned_x, back_g, back_x)
-        db = torch.cat([grad.flatten(0, -2).sum(0, dtype=torch.float32) for grad in grads]) if ctx.biased else None
-        return dx.view(ctx.shape).to(ctx.dtype), dw.float(), db, *(None,) * 10
+    def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        up, down = self.up, self.down
+        assert isinstance(up, Float8Linear)
+        assert isinstance(down, Float8Linear)
+        if up.product8 is None or down.product8 is None or not torch.is_grad_enabled():
+            return super().forward(x)
+        scales = *up.product8.tensors(), *down.product8.tensors()
+        return float8.feedforward(x, (up.weight, up.bias), (down.weight, down.bias), self.activation, scales)
 
 
-class _FeedForward(torch.autograd.Function):
-    """down(f(up(x))): the activation is never written in 16 bits, nor is the gradient behind it."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        x: Tensor,
-        up: Tensor,
-        up_bias: Tensor | None,
-        down: Tensor,
-        down_bias: Tensor | None,
-        kind: str,
-        *tensors: Tensor,
-    ) -> Tensor:
-        up8, turned_up, largest_x, largest_u, scale_x, scale_u, back_x, back_u, back_up = tensors[:9]
-        down8, turned_down, largest_h, largest_g, scale_h, scale_g, back_h, back_g, back_down = tensors[9:]
-        x8, turned_x = cast8([x], None, "", scale_x, largest_x, FORWARD)
-        u = multiply(x8, up8, back_x, back_up, up_bias)
-        h8, turned_h = cast8([u], None, kind, scale_h, largest_h, FORWARD)
-        y = multiply(h8, down8, back_h, back_down, down_bias)
-        ctx.save_for_backward(
-            *(turned_x, u, turned_h, turned_up, turned_down, back_x, back_up, back_h, back_down),
-            *(scale_u, back_u, largest_u, scale_g, back_g, largest_g),
-        )
-        ctx.dtype, ctx.shape, ctx.kind, ctx.biased = (
-            x.dtype,
-            x.shape,
-            kind,
-            (up_bias is not None, down_bias is not None),
-        )
-        return y.view(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        turned_x, u, turned_h, turned_up, turned_down, back_x, back_up, back_h, back_down, *of_grads = ctx.saved_tensors
-        scale_u, back_u, largest_u, scale_g, back_g, largest_g = of_grads
-        g8, turned_g = cast8([grad], None, "", scale_g, largest_g, BACKWARD)
-        dh = multiply(g8, turned_down, back_g, back_down)
-        d_down = multiply(turned_g, turned_h, back_g, back_h)
-        du8, turned_du = cast8([dh], u, ctx.kind, scale_u, largest_u, BACKWARD)
-        dx = multiply(du8, turned_up, back_u, back_up)
-        d_up = multiply(turned_du, turned_x, back_u, back_x)
-        d_up_bias = turned_du.float().sum(1) * back_u if ctx.biased[0] else None
-        d_down_bias = grad.flatten(0, -2).sum(0, dtype=torch.float32) if ctx.biased[1] else None
-        dx = dx.view(ctx.shape).to(ctx.dtype)
-        return dx, d_up.float(), d_up_bias, d_down.float(), d_down_bias, *(None,) * 19
+class Float8Head(TokenHead):
+    """The loss, which takes the head's parts, multiplies in 8 bits."""
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, sizes: list[int]) -> tuple[Tensor, ...]:
-    """x W^T + b, split into parts of these sizes."""
-    return _Linear.apply(x, weight, bias, sizes, *product.tensors())  # type: ignore[no-any-return]
-
-
-def feedforward(x: Tensor, up: Linear, down: Linear, kind: str) -> Tensor:
-    """down(f(up(x))), f by its name."""
-    assert up.product8 is not None
-    assert down.product8 is not None
-    tensors = *up.product8.tensors(), *down.product8.tensors()
-    return _FeedForward.apply(x, up.weight, up.bias, down.weight, down.bias, kind, *tensors)  # type: ignore[no-any-return]
+def swap(module: nn.Module) -> None:
+    """Change the class and keep the parameters: optimizers, hooks and checkpoints do not notice."""
+    if isinstance(module, Linear):
+        module.__class__ = Float8Linear
+    elif isinstance(module, FusedLinear):
+        module.__class__ = Float8FusedLinear
+    elif isinstance(module, TokenHead):
+        module.__class__ = Float8Head
+    elif isinstance(module, FeedForward) and not module.gated:
+        module.__class__ = Float8FeedForward

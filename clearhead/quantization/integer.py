@@ -25,13 +25,13 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from clearhead import kernels
 from clearhead.errors import InputError, did_you_mean
-from clearhead.kernels import native
+from clearhead.kernels.packed import Packed, tile, tile_offsets, untile
 from clearhead.layers.embedding import TokenEmbedding, TokenHead
-from clearhead.layers.linear import CUDA_ROWS, FusedLinear, Packed, flat, has_triton, is_bare
+from clearhead.layers.linear import FusedLinear
 
 PIECE = 2**22  # weights unpacked at a time
-TILE = 16  # rows side by side
 WIDTH = {"q": 4, "scales": 1, "mins": 1}  # of one row, at one place of a tile
 # Of a group's range: what is cut off at the ends makes the steps between finer. Each is fitted a few times to what it rounds to.
 SHRINKS, FITS = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6), 3
@@ -81,10 +81,10 @@ class Quantized(Packed):
         super().__init__()
         self.shape = weight.shape
         self.register_buffer("like", weight.detach().new_empty(0), persistent=False)
-        self.is_tiled = _wants_tiles(weight)
+        self.is_tiled = kernels.wants_tiles(weight)
         self.widths = {name: held[name].shape[1] for name in self.tensors}
         for name in self.tensors:
-            self.register_buffer(name, _tile(held[name], name) if self.is_tiled else held[name])
+            self.register_buffer(name, tile(held[name], WIDTH[name]) if self.is_tiled else held[name])
         super().train(False)
 
     @property
@@ -105,12 +105,12 @@ class Quantized(Packed):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantized:
         """Move, but never change the type of scales: model.bfloat16() means the results'."""
         self.like = fn(self.like)
-        tiled = _wants_tiles(self.like)
+        tiled = kernels.wants_tiles(self.like)
         for name in self.tensors:
             tensor = getattr(self, name) if tiled == self.is_tiled else self.held(name)
             moved = fn(tensor)
             moved = moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
-            setattr(self, name, _tile(moved, name) if tiled and not self.is_tiled else moved)
+            setattr(self, name, tile(moved, WIDTH[name]) if tiled and not self.is_tiled else moved)
         self.is_tiled = tiled
         return self
 
@@ -122,7 +122,7 @@ class Quantized(Packed):
         for name in self.tensors if self.is_tiled else ():
             rows = state_dict.get(prefix + name)
             if isinstance(rows, Tensor) and rows.shape == (self.shape[0], self.widths[name]):
-                state_dict[prefix + name] = _tile(rows, name)
+                state_dict[prefix + name] = tile(rows, WIDTH[name])
         super()._load_from_state_dict(state_dict, prefix, *args, **named)
 
     def product(self, x: Float[Tensor, "*_ D"], bias: Float[Tensor, " N"] | None) -> Float[Tensor, "*_ N"]:
@@ -131,16 +131,11 @@ class Quantized(Packed):
                 f"no gradient goes through quantised weights; these are {self.kind}; run the model under torch.no_grad(), or "
                 f"train it first and then quantise it"
             )
-        q = self.q
-        if x.numel() and is_bare(x, q):
-            if q.is_cuda:
-                if x.numel() // x.shape[-1] <= CUDA_ROWS and has_triton():
-                    return self._on_cuda(flat(x), bias).view(*x.shape[:-1], -1)
-            elif x.device.type == "cpu" and native.is_there() and self.is_tiled == native.has_tiles():
-                wide, mins = None if bias is None else bias.float(), self.mins if "mins" in self.tensors else None
-                out = native.linear_packed(flat(x.float()), q, self.scales, mins, wide, self.shape[0], self.bits)
-                return out.view(*x.shape[:-1], -1).to(x.dtype)
-        if q.is_cuda or torch.compiler.is_compiling():
+        mins = self.mins if "mins" in self.tensors else None
+        out = kernels.packed_product(x, self.q, self.scales, mins, bias, self.shape[0], is_tiled=self.is_tiled)
+        if out is not None:
+            return out
+        if self.q.is_cuda or torch.compiler.is_compiling():
             return F.linear(x, self.unpack().to(x.dtype), bias)
         step = max(1, PIECE // self.shape[1])  # beside small weights, memory for the whole matrix would be missed
         parts = [F.linear(x, self.unpack(slice(i, i + step)).to(x.dtype)) for i in range(0, self.shape[0], step)]
@@ -159,11 +154,8 @@ class Quantized(Packed):
         if not self.is_tiled:
             return tensor[rows]
         if isinstance(rows, slice):
-            return _untile(tensor, name)[rows, : self.widths[name]]
-        return tensor.view(-1)[_places(rows, tensor.shape, WIDTH[name])][..., : self.widths[name]]
-
-    def _on_cuda(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        raise NotImplementedError
+            return untile(tensor, WIDTH[name])[rows, : self.widths[name]]
+        return tensor.view(-1)[tile_offsets(rows, tensor.shape, WIDTH[name])][..., : self.widths[name]]
 
 
 class Int8(Quantized):
@@ -187,22 +179,17 @@ class Int8(Quantized):
         groups = F.pad(q, (0, -D % self.group)).unflatten(-1, (-1, self.group))
         return (groups * scales[..., None]).flatten(-2)[..., :D]
 
-    def _on_cuda(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        from clearhead.kernels import gpu
-
-        return gpu.linear_int8(x, self.q, self.scales, bias)
-
 
 class Int4(Quantized):
     kind, bits, tensors, group = "int4", 4, ("q", "scales", "mins"), 32
 
     def __init__(self, weight: Float[Tensor, "N D"]) -> None:
         numbers = weight.detach()
-        if numbers.device.type == "cpu" and native.is_there() and is_bare(numbers):
-            q, scales, mins = native.pack_int4(numbers.float().contiguous(), SHRINKS, FITS)
-        else:
+        found = kernels.pack_int4(numbers, SHRINKS, FITS)
+        if found is None:
             parts = [self._search(part) for part in numbers.split(max(1, PIECE // 16 // numbers.shape[1]))]
-            q, scales, mins = (torch.cat(part) for part in zip(*parts, strict=True))
+            found = tuple(torch.cat(part) for part in zip(*parts, strict=True))
+        q, scales, mins = found
         super().__init__(weight, q=q, scales=scales.half(), mins=mins.half())
 
     def _search(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,55 +213,6 @@ class Int4(Quantized):
         q, scales, mins = (self.held(name, rows) for name in self.tensors)
         u = torch.stack([q & 15, q >> 4], -1).flatten(-2).unflatten(-1, (-1, self.group))
         return (u.float() * scales.float()[..., None] + mins.float()[..., None]).flatten(-2)
-
-    def _on_cuda(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        from clearhead.kernels import gpu
-
-        return gpu.linear_int4(x, self.q, self.scales, self.mins, bias)
-
-
-def _wants_tiles(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and native.has_tiles()
-
-
-def _tile(rows: Tensor, name: str) -> Tensor:
-    rows = F.pad(rows, (0, -rows.shape[1] % WIDTH[name])).contiguous()
-    tiled = torch.empty_like(rows)
-    for ours, theirs in zip(_as_tiles(tiled, name), _as_rows(rows, name), strict=True):
-        ours.copy_(theirs)
-    return tiled
-
-
-def _untile(tiled: Tensor, name: str) -> Tensor:
-    rows = torch.empty_like(tiled)
-    for ours, theirs in zip(_as_rows(rows, name), _as_tiles(tiled, name), strict=True):
-        ours.copy_(theirs)
-    return rows
-
-
-def _as_rows(rows: Tensor, name: str) -> list[Tensor]:
-    """Whole tiles, and the rows that are left, seen as (tiles, places, rows, width)."""
-    n = len(rows) // TILE * TILE
-    parts = ((rows[:n], TILE), (rows[n:], len(rows) - n))
-    return [
-        part.view(-1, many, rows.shape[1] // WIDTH[name], WIDTH[name]).transpose(1, 2)
-        for part, many in parts
-        if len(part)
-    ]
-
-
-def _as_tiles(tiled: Tensor, name: str) -> list[Tensor]:
-    """The same of what lies in tiles."""
-    n = len(tiled) // TILE * TILE
-    parts = ((tiled[:n], TILE), (tiled[n:], len(tiled) - n))
-    return [part.view(-1, tiled.shape[1] // WIDTH[name], many, WIDTH[name]) for part, many in parts if len(part)]
-
-
-def _places(ids: Int[Tensor, "*_"], shape: torch.Size, width: int) -> Int[Tensor, "*_ m"]:
-    """Where the numbers of some rows lie in tiles."""
-    n, m = shape
-    across, at = (n - ids // TILE * TILE).clamp(max=TILE)[..., None], torch.arange(m)
-    return (ids // TILE * TILE * m + ids % TILE * width)[..., None] + at // width * (across * width) + at % width
 
 
 def _to_16(groups: Tensor, scale: Tensor, least: Tensor) -> Tensor:

@@ -13,10 +13,10 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from clearhead import kernels
 from clearhead.engine.batches import send, widen
 from clearhead.engine.request import Hypothesis, Request, Ticket
 from clearhead.errors import InputError
-from clearhead.layers.linear import has_triton
 from clearhead.layers.masks import ABSENT
 from clearhead.sampling.strategy import Shaper
 
@@ -212,10 +212,9 @@ class Beams:
 
 def likeliest(logits: Float[Tensor, "R V"], n: int) -> tuple[Float[Tensor, "R n"], Int[Tensor, "R n"]]:
     """Each row's n likeliest tokens: log-probability, id."""
-    if logits.is_cuda and n <= 32 and has_triton():
-        from clearhead.kernels.gpu import top_log_probs
-
-        return top_log_probs(logits, n)
+    best = kernels.top_log_probs(logits, n)
+    if best is not None:
+        return best
     values, ids = widen(logits).log_softmax(-1).topk(n)
     return values, ids
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
-from clearhead.layers import attend as kernels
-from clearhead.layers import flex
-from clearhead.layers.attend import attend, settle
+from clearhead.kernels import attention
+from clearhead.layers import strips
+from clearhead.layers.attention import attend, lower
 from clearhead.layers.masks import Mask, causal, documents, padding, window
 from clearhead.layers.positions import Alibi, Bias, RelativeBuckets
 
@@ -33,7 +33,7 @@ GRADIENT = dict(rtol=0, atol=2e-4)
 def forget() -> None:
     """Each test compiles for itself, counts its own compilations, and hears a warning that another has heard before."""
     torch._dynamo.reset()
-    flex._compiled_flex.cache_clear()
+    attention._compiled_flex.cache_clear()
     flex_attention._WARNINGS_SHOWN.clear()
 
 
@@ -67,7 +67,7 @@ def check(ours: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kernel", ["explicit", "fused"])
 def test_one_graph_forward_and_backward(kernel: str, device: str) -> None:
-    """Masks are built and settled inside the graph, as a model does; rows with nothing to see are among them."""
+    """Masks are built and lowered inside the graph, as a model does; rows with nothing to see are among them."""
     q, k, v = random_qkv(T, S, device, grad=True)
     table = RelativeBuckets(n_heads=H).to(device)
 
@@ -75,8 +75,8 @@ def test_one_graph_forward_and_backward(kernel: str, device: str) -> None:
         return causal() & window(53) & padding(real) & documents(ids)
 
     def run(q: Tensor, k: Tensor, v: Tensor, real: Tensor, ids: Tensor) -> Tensor:
-        mask, bias = settle(make_mask(real, ids), table, T=T, S=S, like=q, kernel=kernel, dropout=0.0)
-        return attend(q, k, v, mask, bias=bias, kernel=kernel)
+        lowered = lower(make_mask(real, ids), table, T=T, S=S, like=q, kernel=kernel)
+        return attend(q, k, v, lowered, kernel=kernel)
 
     facts = real(S, device), ids(S, device)
     compiled = torch.compile(run, fullgraph=True)(q, k, v, *facts)
@@ -86,7 +86,7 @@ def test_one_graph_forward_and_backward(kernel: str, device: str) -> None:
 @pytest.mark.parametrize("narrow", [False, True], ids=["computed again", "narrow window"])
 def test_strips_are_one_graph(monkeypatch: pytest.MonkeyPatch, narrow: bool) -> None:
     """Long inputs go in strips. The graph is what is tested, not the code made of it: aot_eager is enough, and quick."""
-    monkeypatch.setattr(kernels, "WRITTEN_OUT", 997)
+    monkeypatch.setattr(strips, "WRITTEN_OUT", 997)
     length = LONG if narrow else S
     q, k, v = random_qkv(length, length, grad=True)
     mask = causal() & (window(257) if narrow else padding(real(length)))

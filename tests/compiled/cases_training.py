@@ -14,8 +14,8 @@ from torch._dynamo.utils import counters
 from training.tiny_runs import make_recipe
 from training.tiny_tasks import MODEL, make, model_for, recipe_of, words, write
 
+from clearhead.kernels.cross_entropy import IGNORED, cross_entropy
 from clearhead.training import train
-from clearhead.training.losses import IGNORED, cross_entropy
 from clearhead.training.tasks.task import Batch, Objective, Task
 
 # torch's own, where it traces an autograd function

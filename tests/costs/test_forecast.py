@@ -14,12 +14,13 @@ from torch.profiler import ProfilerActivity, profile
 
 import clearhead as ch
 from clearhead.costs import cost
-from clearhead.costs.forecast import LOSS_CHUNK, PARTS
+from clearhead.costs.forecast import PARTS
 from clearhead.costs.parameters import count_matrices, count_parameters
-from clearhead.layers.linear import Packed
+from clearhead.kernels import Packed
+from clearhead.kernels import cross_entropy as losses
+from clearhead.limits import LOSS_CHUNK
 from clearhead.models import Decoder, EncoderDecoder, build
 from clearhead.quantization.integer import quantize
-from clearhead.training import losses
 
 TINY: dict[str, Any] = dict(
     d_model=26, n_layers=3, n_heads=6, n_kv_heads=2, d_head=4, d_ff=37, vocab_size=53, max_len=31

@@ -14,7 +14,7 @@ from clearhead.costs import cost
 from clearhead.costs.activations import Setting, count_saved
 from clearhead.costs.flops import Lengths, check_lengths
 from clearhead.costs.measurement import make_inputs
-from clearhead.layers.linear import Packed
+from clearhead.kernels import Packed
 from clearhead.models import Decoder, EncoderDecoder, build
 from clearhead.quantization.integer import quantize
 from tests.costs.saved_tensors import saved_bytes

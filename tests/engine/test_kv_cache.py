@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.engine.kv_cache import NOBODYS, PagedCache, Pool, find, gather, spread
-from clearhead.layers.masks import ABSENT, Mask, Pages
+from clearhead.engine.kv_cache import SCRATCH, BlockTable, PagedCache, Pool, find, gather, key_positions
+from clearhead.layers.masks import ABSENT
 from clearhead.models import EncoderDecoder
 from clearhead.models.encoder_decoder import source_mask
 from tests.models.drawn import Fields, fields
@@ -64,15 +64,17 @@ class Paged:
         cache = PagedCache(self.pool, table(self.rows, at), counts, fresh=not counts.any())
         mask = None if bool(real.all()) else real
         if isinstance(self.model, EncoderDecoder):
-            pages = Pages(table(self.source_rows, at), torch.tensor([len(self.sources[row]) for row in at]), BLOCK)
+            blocks = BlockTable(
+                table(self.source_rows, at), torch.tensor([len(self.sources[row]) for row in at]), BLOCK
+            )
             if counts.any():
-                cache.look_at(pages)
+                cache.attach_source(blocks)
                 logits = self.model.decode(tokens, None, mask=mask, cache=cache)
             else:
-                cache.read(pages)
+                cache.read_source(blocks)
                 width = max(len(self.sources[row]) for row in at)
                 source = torch.tensor([[*self.sources[row], *[0] * (width - len(self.sources[row]))] for row in at])
-                there = torch.arange(width) < pages.counts[:, None]
+                there = torch.arange(width) < blocks.counts[:, None]
                 memory = self.model.encode(source, there)
                 logits = self.model.decode(tokens, memory, source_mask(there), mask=mask, cache=cache)
         else:
@@ -106,7 +108,7 @@ class Paged:
 
 def table(rows: list[list[int]], at: list[int]) -> Tensor:
     width = max(len(rows[row]) for row in at)
-    return torch.tensor([[*rows[row], *[NOBODYS] * (width - len(rows[row]))] for row in at], dtype=torch.int32)
+    return torch.tensor([[*rows[row], *[SCRATCH] * (width - len(rows[row]))] for row in at], dtype=torch.int32)
 
 
 def ids(seed: int, n: int) -> list[int]:
@@ -161,7 +163,7 @@ def test_any_config_in_any_pieces(drawn: Fields, sizes: list[dict[int, int]]) ->
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "alibi", "original", "t5"])
 def test_float32(name: str) -> None:
-    """By the kernel of our own, where there is one: one query a row, read in the blocks where they lie."""
+    """With the kernel that stores single tokens, where there is one."""
     run = paged(tiny(name, dtype=torch.float32))
     run.read({0: 5, 1: 3, 2: 9, 3: 1})
     while left := {row: 1 for row, text in enumerate(run.texts) if run.n_read[row] < len(text)}:
@@ -234,19 +236,16 @@ def test_find() -> None:
     at = torch.tensor([[3, 4, 5], [8, 9, 12]])
     real = torch.tensor([[True, True, False], [True, True, False]])
     blocks, slots = find(rows, at, BLOCK, real)
-    assert blocks.tolist() == [[3, 7, NOBODYS], [9, 9, NOBODYS]]
+    assert blocks.tolist() == [[3, 7, SCRATCH], [9, 9, SCRATCH]]
     assert slots[real].tolist() == [3, 0, 0, 1]
 
 
-def test_gather_and_spread() -> None:
+def test_gathered_blocks_and_their_positions() -> None:
     """Each row's blocks side by side, and where no token is, ABSENT."""
     held = torch.arange(6.0)[:, None, None, None].expand(6, 2, BLOCK, 3) * 10 + torch.arange(BLOCK)[:, None]
-    pages = Pages(torch.tensor([[4, 2], [1, 0]], dtype=torch.int32), torch.tensor([6, 3]), BLOCK)
-    laid = gather(held, pages)
+    blocks = BlockTable(torch.tensor([[4, 2], [1, 0]], dtype=torch.int32), torch.tensor([6, 3]), BLOCK)
+    laid = gather(held, blocks)
     assert laid.shape == (2, 2, 8, 3)
     assert laid[0, 0, :, 0].tolist() == [40, 41, 42, 43, 20, 21, 22, 23]
     assert laid[1, 1, :3, 2].tolist() == [10, 11, 12]
-    keys = spread(Mask(pages=pages)).keys
-    assert keys is not None
-    assert keys.tolist() == [[0, 1, 2, 3, 4, 5, ABSENT, ABSENT], [0, 1, 2, *[ABSENT] * 5]]
-    assert spread(Mask()).keys is None
+    assert key_positions(blocks).tolist() == [[0, 1, 2, 3, 4, 5, ABSENT, ABSENT], [0, 1, 2, *[ABSENT] * 5]]

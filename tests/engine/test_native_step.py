@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import clearhead as ch
 from clearhead.config import Config, Generation
 from clearhead.engine import native_step
-from clearhead.engine.kv_cache import PagedCache, Pool
+from clearhead.engine.kv_cache import BlockTable, PagedCache, Pool
 from clearhead.engine.native_step import NativeStep
 from clearhead.generation import Engine, Request
 from clearhead.kernels import huge_pages, native
@@ -25,7 +25,6 @@ from clearhead.kernels.decode_step import DecodeStep, Table
 from clearhead.kernels.snapshot import Snapshot
 from clearhead.layers.embedding import TokenHead
 from clearhead.layers.linear import Linear
-from clearhead.layers.masks import Pages
 from clearhead.models import Decoder, EncoderDecoder, build
 from clearhead.quantization.integer import quantize
 
@@ -107,7 +106,7 @@ class Rows:
         cache = PagedCache(self.pool, table, counts)
         if isinstance(self.model, Decoder):
             return self.model.project(self.model.states(tokens[:, None], cache=cache))[:, 0]
-        cache.look_at(Pages(theirs, n_theirs, 4))
+        cache.attach_source(BlockTable(theirs, n_theirs, 4))
         return self.model.project(self.model.states(tokens[:, None], None, cache=cache))[:, 0]
 
 

@@ -104,12 +104,13 @@ def test_through_the_engine(name: str) -> None:
 @torch.no_grad()
 def test_long_texts_keep_each_heads_own_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a bias that is computed in strips."""
-    from clearhead.layers import attend as kernels
+    from clearhead.layers import strips
 
     model = tiny("alibi")
+
     smaller, args = prune(model, {0: [1], 1: [0]}), inputs(model.config)
     expected = run(smaller, *args)
-    monkeypatch.setattr(kernels, "WRITTEN_OUT", 4)
+    monkeypatch.setattr(strips, "WRITTEN_OUT", 4)
     assert_same(run(smaller, *args), expected)
 
 

@@ -1,99 +1,157 @@
-"""The Triton kernel of the loss, against float64 and torch's own cross-entropy."""
+"""Chunked cross-entropy against torch's own, in float64; and that the logits are never all there."""
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from models.tiny import assert_same
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from clearhead.training.losses import IGNORED, SCALE, cross_entropy
-from tests.triton_interpreter import DEVICE, need_triton
+from clearhead.kernels.cross_entropy import IGNORED, cross_entropy
 
-need_triton()
-gpu: Any = importlib.import_module("clearhead.kernels.gpu.cross_entropy")
+N, D, V = 29, 5, 53
 
 
-def draw(n: int, V: int, W: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Logits with ties among them, whatever past column V, targets that are often the largest."""
-    logits = (torch.randn(n, W) * 8).round().div(4).to(dtype)
-    targets = torch.where(torch.rand(n) < 0.5, logits[:, :V].float().argmax(1), torch.randint(V, (n,)))
+def draw(n: int = N, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, weight, bias = (torch.randn(*shape, dtype=dtype).requires_grad_() for shape in ((n, D), (V, D), (V,)))
+    targets = torch.randint(0, V, (n,))
     targets[::7] = IGNORED
-    return logits.to(DEVICE), targets.to(DEVICE)
+    return x, weight, bias, targets
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize(("n", "V", "W"), [(1, 3, 8), (37, 150, 192), (5, 4099, 4160)])
-def test_losses_and_gradients(n: int, V: int, W: int, smoothing: float, dtype: torch.dtype) -> None:
-    logits, targets = draw(n, V, W, dtype)
-    told, grad = gpu.losses(logits, targets, smoothing, V, IGNORED, wanted=True)
-    wide = logits[:, :V].double().requires_grad_()
-    options: dict[str, Any] = dict(ignore_index=IGNORED, reduction="none")
-    plain = F.cross_entropy(wide, targets, **options)
-    goal = F.cross_entropy(wide, targets, label_smoothing=smoothing, **options)
-    goal.sum().backward()
-    near: dict[str, Any] = dict(rtol=1e-5, atol=1e-5)  # float32 sums
-    torch.testing.assert_close(told[0].double(), plain, **near)
-    if smoothing:
-        torch.testing.assert_close(((1 - smoothing) * told[0] + smoothing * told[1]).double(), goal, **near)
-    assert torch.equal(told[2].bool(), (wide.argmax(1) == targets))
-    torch.testing.assert_close(told[3].double(), wide.logsumexp(1), **near)
-    assert wide.grad is not None
-    share = 2**-7 if dtype == torch.bfloat16 else 1e-5  # the interpreter rounds to bfloat16 towards 0
-    torch.testing.assert_close(grad[:, :V].double(), wide.grad, rtol=share, atol=1e-6)
-    assert not grad[:, V:].any()
+def check_against_torch(chunk: int, smoothing: float, use_bias: bool, n: int = N) -> None:
+    x, weight, bias, targets = draw(n)
+    leaves = [x, weight, *([bias] if use_bias else [])]
+    given_bias = bias if use_bias else None
+    logits = F.linear(x, weight, given_bias)
+    options: dict[str, Any] = dict(ignore_index=IGNORED, reduction="sum")
+    theirs = F.cross_entropy(logits, targets, label_smoothing=smoothing, **options)
+    wanted = torch.autograd.grad(theirs * 1.7, leaves)
+    plain, goal, correct = cross_entropy(x, weight, targets, bias=given_bias, smoothing=smoothing, chunk=chunk)
+    assert_same(plain, F.cross_entropy(logits, targets, **options))
+    assert_same(goal, theirs)
+    assert int(correct) == int((logits.argmax(-1) == targets).sum())
+    for ours, grad in zip(torch.autograd.grad(goal * 1.7, leaves), wanted, strict=True):
+        assert_same(ours, grad)
 
 
-def test_without_gradients_there_are_none() -> None:
-    logits, targets = draw(3, 20, 24, torch.float32)
-    told, grad = gpu.losses(logits, targets, 0.0, 20, IGNORED, wanted=False)
-    assert grad.numel() == 0
-    assert torch.equal(told, gpu.losses(logits, targets, 0.0, 20, IGNORED, wanted=True)[0])
-    assert gpu.losses(logits[:0], targets[:0], 0.0, 20, IGNORED, wanted=True)[0].shape == (4, 0)
+@pytest.mark.parametrize("use_bias", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.7])
+@pytest.mark.parametrize("chunk", [0, 1, 7, N - 1, N, 3 * N])  # 7 leaves a rest of 1
+def test_it_is_cross_entropy(chunk: int, smoothing: float, use_bias: bool):
+    check_against_torch(chunk, smoothing, use_bias)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_gradients_in_8_bits_both_ways(smoothing: float) -> None:
-    n, V, W = 37, 150, 192
-    logits, targets = draw(n, V, W, torch.bfloat16)
-    told, grad = gpu.losses(logits.float(), targets, smoothing, V, IGNORED, wanted=True)
-    out, turned = gpu.gradient8(logits, targets, told[3], smoothing, V, IGNORED, SCALE)
-    assert torch.equal(turned[:, :n].float(), out.T.float())
-    assert turned.shape == (W, 48)
-    assert not turned[:, n:].float().any()
-    # Two bits are kept behind the first; the smallest step is that of numbers without a first.
-    allowed = 1.001 * 2**-3 * grad.abs() + 2**-17 / SCALE
-    assert ((out.float() / SCALE - grad).abs() <= allowed).all()
+@given(st.integers(1, 17), st.integers(1, 19), st.floats(0, 0.99), st.booleans())
+def test_it_is_cross_entropy_for_any_size(n: int, chunk: int, smoothing: float, use_bias: bool):
+    check_against_torch(chunk, smoothing, use_bias, n)
 
 
-@pytest.mark.parametrize("biased", [True, False])
-def test_the_loss_in_8_bits_is_near_the_plain_one(biased: bool) -> None:
-    n, D, V = 45, 32, 150  # neither n nor V a multiple of 16; three chunks
-    x, weight = (
-        torch.randn(n, D, device=DEVICE).requires_grad_(),
-        (torch.randn(V, D, device=DEVICE) / 4).requires_grad_(),
-    )
-    bias = torch.randn(V, device=DEVICE).requires_grad_() if biased else None
-    targets = torch.randint(V, (n,), device=DEVICE)
-    targets[::7] = IGNORED
-    asked = [x, weight, *([bias] if bias is not None else [])]
-    found: list[list[Tensor]] = []
-    for eight in (False, True):
-        with torch.autocast(DEVICE, torch.bfloat16):
-            plain, goal, _ = cross_entropy(x, weight, targets, bias=bias, smoothing=0.1, chunk=16, eight=eight)
-        found.append([plain, goal.detach(), *torch.autograd.grad(goal, asked)])
-    for wide, narrow in zip(*found, strict=True):
-        assert wide.dtype == narrow.dtype
-        assert 0 < (wide - narrow).norm() <= 0.08 * wide.norm()  # 3 to 6% of each operand; sums even that out
+def test_rows_may_have_any_shape():
+    x, weight, bias, targets = draw(3 * 7)
+    flat = cross_entropy(x, weight, targets, bias=bias, chunk=5)
+    folded = cross_entropy(x.unflatten(0, (3, 7)), weight, targets.unflatten(0, (3, 7)), bias=bias, chunk=5)
+    assert all(torch.equal(a, b) for a, b in zip(flat, folded, strict=True))
 
 
-def test_what_is_no_number_is_seen() -> None:
-    logits, targets = draw(3, 20, 24, torch.float32)
-    logits[1, 4] = float("nan")
-    told, grad = gpu.losses(logits, targets, 0.0, 20, IGNORED, wanted=True)
-    assert told[0].isnan().tolist() == [False, True, False]
-    assert grad[1, :20].isnan().all()
+def test_without_gradients_it_is_the_same_and_computes_none():
+    x, weight, bias, targets = draw()
+    with_them = cross_entropy(x, weight, targets, bias=bias, smoothing=0.1, chunk=7)
+    with torch.no_grad(), Watch() as watch:
+        without = cross_entropy(x, weight, targets, bias=bias, smoothing=0.1, chunk=7)
+    assert all(torch.equal(a, b) for a, b in zip(with_them, without, strict=True))
+    assert not without[1].requires_grad
+    assert "scatter_add" not in watch.names  # what only the gradient needs
+
+
+@pytest.mark.parametrize("leaf", [0, 1, 2])
+def test_only_the_gradients_asked_for(leaf: int):
+    x, weight, bias, targets = draw()
+    leaves = [x, weight, bias]
+    _, goal, _ = cross_entropy(x, weight, targets, bias=bias)
+    wanted = torch.autograd.grad(goal, leaves)[leaf]
+    frozen = [tensor if i == leaf else tensor.detach() for i, tensor in enumerate(leaves)]
+    _, goal, _ = cross_entropy(frozen[0], frozen[1], targets, bias=frozen[2])
+    goal.backward()
+    assert torch.equal(frozen[leaf].grad, wanted)  # type: ignore[arg-type]
+
+
+def test_gradients_flow_from_the_second_only():
+    x, weight, _, targets = draw()
+    plain, goal, correct = cross_entropy(x, weight, targets, smoothing=0.1)
+    assert not correct.requires_grad
+    for both in (goal, goal + plain.detach(), goal + plain):
+        grad = torch.autograd.grad(both, x, retain_graph=True)[0]
+        assert torch.equal(grad, torch.autograd.grad(goal, x, retain_graph=True)[0])
+
+
+@pytest.mark.parametrize("n", [0, 11])
+def test_nothing_to_predict_is_zero(n: int):
+    x, weight, bias, _ = draw(n)
+    answers = cross_entropy(x, weight, torch.full((n,), IGNORED), bias=bias, smoothing=0.1)
+    assert [float(answer.detach()) for answer in answers] == [0, 0, 0]
+    answers[1].backward()
+    for leaf in (x, weight, bias):
+        assert leaf.grad is not None
+        assert not leaf.grad.any()
+
+
+class Watch(TorchDispatchMode):
+    """Notes every operation and the size of the largest tensor that any of them makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names, self.largest = set[str](), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.names.add(func.overloadpacket.__name__.rstrip("_"))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, Tensor):
+                self.largest = max(self.largest, tensor.numel())
+        return out
+
+
+def test_the_logits_are_never_all_there():
+    n, d, v, chunk = 101, 3, 211, 7
+    x, weight = torch.randn(n, d, requires_grad=True), torch.randn(v, d, requires_grad=True)
+    targets = torch.randint(0, v, (n,))
+    with Watch() as watch:
+        cross_entropy(x, weight, targets, smoothing=0.1, chunk=chunk)[1].backward()
+    assert max(chunk * v, v * d, n * d) >= watch.largest >= chunk * v
+    with Watch() as watch:
+        F.cross_entropy(x @ weight.T, targets, label_smoothing=0.1).backward()
+    assert watch.largest == n * v
+
+
+def test_autocast_is_close_to_float32():
+    x, weight, bias, targets = draw(dtype=torch.float32)
+    exact = cross_entropy(x, weight, targets, bias=bias, smoothing=0.1, chunk=7)
+    wanted = torch.autograd.grad(exact[1], (x, weight, bias))
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = cross_entropy(x, weight, targets, bias=bias, smoothing=0.1, chunk=7)
+    grads = torch.autograd.grad(rough[1], (x, weight, bias))
+    assert rough[0].dtype == rough[1].dtype == torch.float32
+    # bfloat16 keeps 8 bits: each logit is off by up to 2^-9 of itself, their sum by much less
+    torch.testing.assert_close(rough[:2], exact[:2], rtol=2e-2, atol=0)
+    for ours, theirs in zip(grads, wanted, strict=True):
+        assert ours.dtype == torch.float32  # the parameters'
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-2 * float(theirs.abs().max()))
+
+
+def test_sums_over_chunks_keep_their_precision():
+    """In bfloat16 a running sum of 1,000 gradients would stop growing at 256 of them."""
+    n = 1009
+    x, weight = torch.ones(n, 1), torch.zeros(2, 1, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain, goal, _ = cross_entropy(x, weight, torch.zeros(n, dtype=torch.int64), chunk=1)
+    goal.backward()
+    # every row: loss log 2, gradient -1/2 and 1/2; the sum goes back to bfloat16 once, as weight.to's gradient
+    torch.testing.assert_close(float(plain.detach()), n * 0.6931471805599453, rtol=1e-5, atol=0)
+    torch.testing.assert_close(weight.grad, torch.tensor([[-n / 2], [n / 2]]), rtol=2**-8, atol=0)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clearhead.layers.feedforward import ACTIVATIONS
+from clearhead.layers.linear import ACTIVATIONS
 from clearhead.layers.positions import Rotary
 from clearhead.layers.positions import rotate as plain_rotate
 

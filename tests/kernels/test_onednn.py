@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clearhead.kernels import onednn
-from clearhead.layers.feedforward import ACTIVATIONS, FeedForward
-from clearhead.layers.linear import Linear, activated, linear
+from clearhead.layers.block import FeedForward
+from clearhead.layers.linear import ACTIVATIONS, Linear, activated, linear
 
 pytestmark = pytest.mark.skipif(not onednn.HAS_BOTH, reason="this torch has no MKL beside oneDNN")
 

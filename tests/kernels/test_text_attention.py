@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from clearhead.kernels import native
-from clearhead.layers.attend import attend
+from clearhead.layers.attention import attend
 from clearhead.layers.masks import across, causal, packed, packed_at, window
 
 pytestmark = pytest.mark.skipif(not native.is_there(), reason=str(native.why_not()))

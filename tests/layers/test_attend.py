@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import jaxtyping
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from clearhead.errors import InputError
-from clearhead.layers.attend import attend, attention_scores, attention_weights, choose_kernel, settle
+from clearhead.layers.attention import attend, attention_scores, attention_weights, choose_kernel, lower
 from clearhead.layers.masks import Mask, causal, documents, padding, window
 from clearhead.layers.positions import Alibi, RelativeBuckets
 
@@ -206,26 +207,26 @@ def test_scale_replaces_the_square_root(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("kind", ["none", "alibi", "t5"])
-def test_settling_changes_nothing(kernel: str, name: str, kind: str) -> None:
+def test_lowering_once_changes_nothing(kernel: str, name: str, kind: str) -> None:
     q, k, v = random_qkv()
     mask = MASKS[name].mask()
     bias, _ = make_bias(kind, MASKS[name])
     with torch.no_grad():
-        settled = settle(mask, bias, T=T, S=S, like=q, kernel=kernel, dropout=0.0)
-        ours = attend(q, k, v, settled[0], bias=settled[1], kernel=kernel)
+        lowered = lower(mask, bias, T=T, S=S, like=q, kernel=kernel)
+        ours = attend(q, k, v, lowered, kernel=kernel)
         torch.testing.assert_close(ours, attend(q, k, v, mask, bias=bias, kernel=kernel), rtol=0, atol=0)
-        weights = attention_weights(q, k, settled[0], bias=settled[1])
+        weights = attention_weights(q, k, lowered.mask, bias=lowered.bias)
         torch.testing.assert_close(weights, attention_weights(q, k, mask, bias=bias), rtol=0, atol=0)
 
 
-def test_settling_keeps_the_gradient_of_the_bias() -> None:
+def test_lowering_keeps_the_gradient_of_the_bias() -> None:
     q, k, v = random_qkv()
     bias, _ = make_bias("t5", Facts())
     assert isinstance(bias, RelativeBuckets)
     grads = []
-    for settled in (causal(), bias), settle(causal(), bias, T=T, S=S, like=q, kernel="fused", dropout=0.0):
-        out = attend(q, k, v, settled[0], bias=settled[1], kernel="fused")
-        grads += gradients(out, [bias.weight])
+    grads += gradients(attend(q, k, v, causal(), bias=bias, kernel="fused"), [bias.weight])
+    lowered = lower(causal(), bias, T=T, S=S, like=q, kernel="fused")
+    grads += gradients(attend(q, k, v, lowered, kernel="fused"), [bias.weight])
     torch.testing.assert_close(*grads, **TIGHT)
     assert (grads[0] != 0).any()
 
@@ -287,8 +288,8 @@ def test_no_dropout_is_exact(kernel: str) -> None:
     assert torch.equal(attend(q, k, v, dropout=0.0, kernel=kernel), attend(q, k, v, kernel=kernel))
 
 
-def test_auto_takes_flex_only_where_it_wins() -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+def test_auto_takes_flex_only_where_it_wins(unchecked: None) -> None:
+    cpu, gpu = torch.zeros(1), SimpleNamespace(is_cuda=True)
     narrow, packed = causal() & window(512), documents(torch.zeros(1, 16384, dtype=torch.long))
     assert choose_kernel("auto", narrow, 16384, gpu, 0.0) == "flex"
     assert choose_kernel("auto", packed, 16384, gpu, 0.0) == "flex"

@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clearhead.layers.attend import attend
-from clearhead.layers.attention import MultiHeadAttention
-from clearhead.layers.block import Block
+from clearhead.layers.attention import Lowered, MultiHeadAttention, attend, lower
+from clearhead.layers.block import Block, FeedForward
 from clearhead.layers.cache import LayerCache
-from clearhead.layers.feedforward import FeedForward
+from clearhead.layers.linear import make_norm
 from clearhead.layers.masks import Mask, causal, padding
-from clearhead.layers.norm import make_norm
 from clearhead.layers.positions import Alibi, RelativeBuckets, Rotary, rotate
 
 # Batch, queries, keys, heads, model width (3 heads of 5), feed-forward width.
@@ -140,9 +138,14 @@ def test_attention_passes_the_bias_on(kind: Alibi | RelativeBuckets) -> None:
         randomise(MultiHeadAttention(d_model=D, n_heads=H, kernel=kernel)) for kernel in ("explicit", "fused")
     )
     fused.load_state_dict(explicit.state_dict())
-    with_bias, without = explicit(x, causal(), bias=kind), explicit(x, causal())
-    # the two kernels, each by its own way of lowering the bias
-    torch.testing.assert_close(fused(x, causal(), bias=kind), with_bias, **TIGHT)
+
+    def lowered(kernel: str) -> Lowered:
+        return lower(causal(), kind, T=T, S=T, like=x, kernel=kernel)
+
+    with_bias, without = explicit(x, lowered("explicit")), explicit(x, causal())
+    # the two kernels, each by its own way of lowering the bias; a mask lowered for another kernel is lowered anew
+    for kernel in ("fused", "explicit"):
+        torch.testing.assert_close(fused(x, lowered(kernel)), with_bias, **TIGHT)
     assert not torch.equal(with_bias[:, 1:], without[:, 1:])
     assert torch.equal(with_bias[:, 0], without[:, 0])  # one key, one weight
 

@@ -5,7 +5,6 @@ Models that use it are in tests/models/test_cached_forward.py; the paged cache o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from clearhead.errors import InputError
-from clearhead.layers.attend import attend
+from clearhead.layers.attention import attend
 from clearhead.layers.cache import Cache
 from clearhead.layers.masks import ABSENT, Mask, causal, padding, window
 
@@ -130,64 +129,6 @@ def test_placing_alone_reads_nothing() -> None:
 
 
 @pytest.mark.parametrize("width", [0, 4])
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize(
-    ("change", "rows"),
-    [
-        (lambda cache: cache.reorder([2, 0, 2, 1]), [2, 0, 2, 1]),
-        (lambda cache: cache.reorder(torch.tensor([1])), [1]),
-        (lambda cache: cache.free([1]), [0, 2]),
-        (lambda cache: cache.free([0, 2]), [1]),
-        (lambda cache: cache.free([]), [0, 1, 2]),
-    ],
-    ids=["reorder", "reorder to one", "free", "free two", "free none"],
-)
-def test_rows_can_move(change: Callable[[Cache], None], rows: list[int], width: int, padded: bool) -> None:
-    """Each row goes on as what it was before, under its new number."""
-    real = torch.ones(B, LENGTH).bool()
-    if padded:
-        real[1, :4] = False
-    q, k, v = random_qkv()
-    cache = new_cache(window=width)
-    read(cache, q[..., :6, :], k[..., :6, :], v[..., :6, :], real[:, :6] if padded else None, width)
-    change(cache)
-    assert cache.batch == len(rows)
-    q, k, v, real = q[:, rows], k[:, rows], v[:, rows], real[rows]
-    rest = slice(6, LENGTH)
-    ours = read(cache, q[..., rest, :], k[..., rest, :], v[..., rest, :], None, width)
-    torch.testing.assert_close(ours, read_whole(q, k, v, real, width)[..., rest, :], **TIGHT)
-
-
-def test_freed_memory_is_given_back_and_rows_are_copies() -> None:
-    cache = new_cache()
-    before = cache.nbytes
-    assert before == 2 * LAYERS * B * K * LENGTH * E * 8
-    cache.free([0])
-    assert cache.nbytes == before * 2 // 3
-    cache.reorder([0, 0])
-    cache.layers[0].k[0] = 1
-    assert (cache.layers[0].k[1] == 0).all()
-
-
-def test_what_was_read_of_the_memory_moves_too() -> None:
-    cache = new_cache()
-    crosses = [(torch.randn(B, K, 7, E), torch.randn(B, K, 7, E)) for _ in range(LAYERS)]
-    for layer, cross in zip(cache.layers, crosses, strict=True):
-        layer.cross = cross
-    real = torch.arange(7)[None] < torch.tensor([[7], [3], [5]])
-    cache.memory_mask = padding(real)
-    held = cache.nbytes
-    assert held == new_cache().nbytes + LAYERS * 2 * B * K * 7 * E * 4
-    cache.reorder([2, 2, 0])
-    for layer, (k, v) in zip(cache.layers, crosses, strict=True):
-        assert layer.cross is not None
-        assert torch.equal(layer.cross[0], k[[2, 2, 0]])
-        assert torch.equal(layer.cross[1], v[[2, 2, 0]])
-    assert cache.memory_mask.keys is not None
-    assert torch.equal(cache.memory_mask.keys != ABSENT, real[[2, 2, 0]])
-
-
-@pytest.mark.parametrize("width", [0, 4])
 def test_overrunning_is_an_error(width: int) -> None:
     """With a window too: max_len is what the caller promised, and nothing has been written when it is broken."""
     q, k, v = random_qkv()
@@ -210,22 +151,6 @@ def test_an_empty_cache_is_an_error() -> None:
         new_cache(batch=0)
     with pytest.raises(InputError, match=r"at least 1; got batch=3, max_len=0"):
         new_cache(max_len=0)
-
-
-@pytest.mark.parametrize("rows", [[], [0.5], [[0, 1]], [True, False, True]], ids=str)
-def test_rows_are_whole_numbers(unchecked: None, rows: list) -> None:
-    with pytest.raises(InputError, match=r"list of whole numbers, at least one; got .*use e\.g\. \[0, 0, 2\]") as error:
-        new_cache().reorder(rows)
-    assert str(rows) in str(error.value)
-
-
-@pytest.mark.parametrize("rows", [[0, 3], [-1]], ids=str)
-def test_rows_must_exist(rows: list[int]) -> None:
-    with pytest.raises(InputError, match=r"rows must be 0 \.\. 2; got .*holds 3 rows") as error:
-        new_cache().reorder(rows)
-    assert str(rows) in str(error.value)
-    with pytest.raises(InputError, match=r"rows must be 0 \.\. 2"):
-        new_cache().free(rows)
 
 
 def test_freeing_every_row_is_an_error() -> None:

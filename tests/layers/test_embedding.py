@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from clearhead.errors import InputError
-from clearhead.layers.embedding import FrameEmbedding, PatchEmbedding, TokenEmbedding, TokenHead
+from clearhead.layers.embedding import TokenEmbedding, TokenHead
+from clearhead.layers.media import FrameEmbedding, PatchEmbedding
 
 # float64 against float64, sums of up to a few hundred terms near 1
 TIGHT = dict(rtol=0, atol=1e-12)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.errors import ConfigError
-from clearhead.layers.feedforward import ACTIVATIONS, FeedForward
-from clearhead.layers.norm import make_norm
+from clearhead.layers.block import FeedForward
+from clearhead.layers.linear import ACTIVATIONS, make_norm
 
 # float64 against float64, a dozen terms a sum
 TIGHT = dict(rtol=0, atol=1e-12)

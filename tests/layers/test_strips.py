@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from clearhead.layers import attend as kernels
-from clearhead.layers.attend import attend
+from clearhead.layers import strips as strips_of
+from clearhead.layers.attention import attend
 from clearhead.layers.masks import Mask, causal, documents, padding, window
 from clearhead.layers.positions import Alibi, Bias, RelativeBuckets
 
@@ -45,14 +45,14 @@ def ids(S: int) -> Tensor:
 def strips(monkeypatch: pytest.MonkeyPatch) -> list[slice]:
     """Forces strips, and tells which were computed."""
     seen: list[slice] = []
-    whole = kernels._fused_strip
+    whole = strips_of._strip
 
     def watched(*args: Any, **options: Any) -> Tensor:
         seen.append(options.get("rows", slice(None)))
         return whole(*args, **options)
 
-    monkeypatch.setattr(kernels, "WRITTEN_OUT", 97)
-    monkeypatch.setattr(kernels, "_fused_strip", watched)
+    monkeypatch.setattr(strips_of, "WRITTEN_OUT", 97)
+    monkeypatch.setattr(strips_of, "_strip", watched)
     return seen
 
 
@@ -105,7 +105,7 @@ def test_a_narrow_window_goes_in_strips_by_itself(mask: Mask, T: int) -> None:
     S = 1031
     q, k, v = random_qkv(T, S)
     check_against_explicit([q[:1, :2], k[:1, :1], v[:1, :1]], mask, None)
-    assert kernels._goes_in_strips(mask, None, T, S)
+    assert strips_of.pays(mask, None, T, S)
 
 
 def test_every_query_is_in_one_strip(strips: list[slice]) -> None:
@@ -138,7 +138,7 @@ def test_reach_leaves_out_only_what_is_forbidden(
     rows = slice(min(ends[0], T - 1), min(max(ends), T))
     rows = slice(rows.start, max(rows.stop, rows.start + 1))
     mask = Mask(causal=causal_too, window=width)
-    cols = kernels._reach(mask, rows, T, S)
+    cols = strips_of._reach(mask, rows, T, S)
     assert 0 <= cols.start < cols.stop <= S
     for t in range(T)[rows]:
         i = t + S - T
@@ -150,7 +150,7 @@ def test_reach_leaves_out_only_what_is_forbidden(
 
 def test_reach_of_keys_out_of_order_is_everything() -> None:
     placed = causal() & padding(real(211))
-    assert range(211)[kernels._reach(placed, slice(0, 64), 211, 211)] == range(211)
+    assert range(211)[strips_of._reach(placed, slice(0, 64), 211, 211)] == range(211)
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
@@ -182,7 +182,7 @@ LONG: dict[str, Callable[[int], Mask]] = {
 @pytest.mark.parametrize("name", LONG)
 def test_no_pair_of_tokens_costs_a_byte(monkeypatch: pytest.MonkeyPatch, name: str, backward: bool) -> None:
     """All memory at its peak is less than one byte a pair: the smallest T x T mask would not fit."""
-    monkeypatch.setattr(kernels, "WRITTEN_OUT", 2**17)  # the real limit, 2^24, is for lengths too slow for a test
+    monkeypatch.setattr(strips_of, "WRITTEN_OUT", 2**17)  # the real limit, 2^24, is for lengths too slow for a test
     T = 2003
     mask = LONG[name](T)
     q, k, v = (torch.randn(1, 1, T, E, requires_grad=backward) for _ in "qkv")

@@ -221,23 +221,6 @@ def test_a_cache_of_nothing(gpt: ch.Decoder, sizes: dict[str, int]) -> None:
         gpt.new_cache(**sizes)
 
 
-def test_rows_that_a_cache_does_not_hold(gpt: ch.Decoder) -> None:
-    cache = gpt.new_cache(batch=2, max_len=5)
-    for wrong in ([0, 2], [-1]):
-        with refuses("rows must be 0 .. 1", str(wrong)):
-            cache.reorder(wrong)
-    for wrong in ([], [0.5], [[0]]):
-        with refuses("rows", "whole numbers", "at least one"):
-            cache.reorder(wrong)
-    with refuses("rows", "at least one"):
-        cache.free([0, 1])
-
-
-def test_freeing_rows_that_a_cache_does_not_hold(gpt: ch.Decoder) -> None:
-    with refuses("rows must be 0 .. 1", "2"):
-        gpt.new_cache(batch=2, max_len=5).free([2])
-
-
 def test_source_and_target_of_different_batches(translator: ch.EncoderDecoder) -> None:
     with refuses("source", "2", "target", "1"):
         translator(TOKENS, TOKENS[:1])

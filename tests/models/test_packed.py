@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from clearhead.errors import InputError
-from clearhead.layers import flex
+from clearhead.layers import block_sparse
 from clearhead.layers.masks import Mask, across, packed, packed_at, padding
 from clearhead.models import EncoderDecoder
 from clearhead.models.encoder_decoder import source_mask
@@ -82,8 +82,8 @@ def test_each_text_sees_its_own_number(pairs: list[tuple[int, int]]) -> None:
     i, j = torch.meshgrid(torch.arange(T), torch.arange(S), indexing="ij")
     zero = torch.zeros_like(i)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flex, "BLOCK", 3)
-        blocks = flex.block_mask(mask, T, S, torch.device("cpu"))
+        patch.setattr(block_sparse, "BLOCK", 3)
+        blocks = block_sparse.block_mask(mask, T, S, torch.device("cpu"))
     assert torch.equal(blocks.mask_mod(zero, zero, i, j), wanted)
     places = packed(one)[1]
     assert places.tolist() == [place for n in one for place in range(n)]

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from models.tiny import assert_same
 
 from clearhead.errors import ConfigError, InputError
+from clearhead.kernels.cross_entropy import IGNORED
 from clearhead.layers.masks import documents
 from clearhead.models import Decoder
-from clearhead.training.losses import IGNORED
 from clearhead.training.tasks.language_modeling import Language, split_windows
 from training.tiny_tasks import MODEL, all_held_out, make, model_for, one_by_one, recipe_of, sums, words, write
 

@@ -13,8 +13,8 @@ from models.tiny import assert_same
 
 from clearhead.data import train_tokenizer
 from clearhead.errors import ConfigError
+from clearhead.kernels.cross_entropy import IGNORED
 from clearhead.layers.masks import documents
-from clearhead.training.losses import IGNORED
 from clearhead.training.tasks.masked_language_modeling import Masked
 from training.tiny_tasks import MODEL, all_held_out, make, model_for, one_by_one, recipe_of, sums, words, write
 

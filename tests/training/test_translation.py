@@ -14,8 +14,8 @@ from models.tiny import assert_same
 
 from clearhead.data import train_tokenizer
 from clearhead.errors import ConfigError, InputError
+from clearhead.kernels.cross_entropy import IGNORED
 from clearhead.models import EncoderDecoder, build
-from clearhead.training.losses import IGNORED
 from clearhead.training.tasks.translation import Translate, draw_alignment, score
 from training.tiny_tasks import all_held_out, make, model_for, one_by_one, recipe_of, sums, words, write
 

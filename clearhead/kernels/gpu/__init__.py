@@ -15,7 +15,7 @@ choosing.py     the most likely tokens
 Only code that holds CUDA tensors may import this: it needs triton.
 """
 
-from clearhead.kernels.gpu.elementwise import add_norm, gated
+from clearhead.kernels.gpu.elementwise import add_norm, gated, knows
 from clearhead.kernels.gpu.kv_store import rotate, rotate_store, store
 from clearhead.kernels.gpu.linear import linear, linear_int4, linear_int8, linear_plan
 from clearhead.kernels.gpu.paged_attention import attention_plan, paged_attention
@@ -25,6 +25,7 @@ __all__ = [
     "add_norm",
     "attention_plan",
     "gated",
+    "knows",
     "linear",
     "linear_int4",
     "linear_int8",

@@ -14,6 +14,13 @@ from torch import Tensor
 
 from clearhead.kernels.gpu.launch import begin, early
 
+ACTIVATIONS = ("relu", "relu2", "silu", "gelu", "gelu_tanh")
+
+
+def knows(activation: str | None) -> bool:
+    """Whether `activate` computes it; None: no activation."""
+    return activation is None or activation in ACTIVATIONS
+
 
 @triton.jit
 @no_type_check

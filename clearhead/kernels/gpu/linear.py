@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any, no_type_check
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from jaxtyping import Float, Int8, UInt8
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from clearhead.kernels.gpu.elementwise import activate
 from clearhead.kernels.gpu.launch import begin, early
-from clearhead.layers.feedforward import ACTIVATIONS
 
 
 @triton.jit
@@ -126,10 +124,9 @@ def linear(
     """f(x W^T (+ bias)) (+ residual), made for 1 to 64 rows. `plan` overrides the tuned split."""
     (R, D), N = x.shape, weight.shape[0]
     how = plan or linear_plan(R, N, D, weight.dtype)
-    if how is None or R > 64 or not weight.is_contiguous():
-        product = F.linear(x, weight, bias)
-        product = product if activation is None else ACTIVATIONS[activation](product)
-        return product if residual is None else product + residual
+    assert how is not None, "see linear_plan"
+    assert R <= 64
+    assert weight.is_contiguous()
     x = x.contiguous()
     residual = residual if residual is None else residual.contiguous()
     out = x.new_empty(R, N)

@@ -22,8 +22,8 @@ from clearhead.data.text_preparation import prepare_labelled
 from clearhead.data.token_store import Store
 from clearhead.errors import InputError
 from clearhead.families import preset
+from clearhead.kernels.cross_entropy import IGNORED
 from clearhead.models import Encoder, Model
-from clearhead.training.losses import IGNORED
 from clearhead.training.recipe import Recipe
 from clearhead.training.tasks.corpus import Corpus
 from clearhead.training.tasks.task import Batch, Facts, Losses, Rows, Sample, Task, pad, row_generator

@@ -18,9 +18,9 @@ from clearhead.data.windows import Windows, split_stream
 from clearhead.generation import generate
 from clearhead.generation.texts import piece_name
 from clearhead.inside import probe
+from clearhead.kernels.cross_entropy import IGNORED
 from clearhead.layers.masks import documents
 from clearhead.models import Decoder, Model
-from clearhead.training.losses import IGNORED
 from clearhead.training.report_figures import AttentionPicture
 from clearhead.training.tasks.corpus import Corpus
 from clearhead.training.tasks.task import Batch, Facts, Losses, Rows, Sample, Task, token_losses

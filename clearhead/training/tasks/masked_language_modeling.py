@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import ConfigError
+from clearhead.kernels.cross_entropy import IGNORED
 from clearhead.layers.masks import documents
 from clearhead.models import Encoder, Model
-from clearhead.training.losses import IGNORED
 from clearhead.training.tasks.corpus import Corpus
 from clearhead.training.tasks.language_modeling import WindowTask
 from clearhead.training.tasks.task import Batch, Losses, Rows, Sample, row_generator, token_losses

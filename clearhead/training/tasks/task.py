@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from clearhead.config import Generation
 from clearhead.data import Tokenizer
 from clearhead.data.batch_order import RowOrder, TokenOrder
-from clearhead.layers.linear import Packed
+from clearhead.kernels import Packed
+from clearhead.kernels.cross_entropy import IGNORED, cross_entropy
 from clearhead.models import Model
-from clearhead.training.losses import IGNORED, cross_entropy
+from clearhead.quantization.float8 import Float8Head
 from clearhead.training.recipe import Recipe
 from clearhead.training.report_figures import AttentionPicture
 
@@ -143,7 +144,9 @@ def token_losses(model: Any, states: Float[Tensor, "B T D"], targets: Int[Tensor
     if isinstance(weight, Packed):  # a quantized model is evaluated, not trained
         weight = weight.rows(torch.arange(weight.shape[0], device=x.device))
     smoothing = smoothing if model.training else 0.0
-    loss, goal, correct = cross_entropy(x, weight, targets, bias=bias, smoothing=smoothing, eight=model.head.eight)
+    loss, goal, correct = cross_entropy(
+        x, weight, targets, bias=bias, smoothing=smoothing, eight=isinstance(model.head, Float8Head)
+    )
     return Losses(goal, loss, correct)
 
 

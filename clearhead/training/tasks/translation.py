@@ -18,9 +18,9 @@ from clearhead.errors import ConfigError
 from clearhead.generation import translate
 from clearhead.generation.texts import piece_name
 from clearhead.inside import probe
+from clearhead.kernels.cross_entropy import IGNORED
 from clearhead.models import EncoderDecoder, Model
 from clearhead.models.encoder_decoder import source_mask
-from clearhead.training.losses import IGNORED
 from clearhead.training.report_figures import AttentionPicture
 from clearhead.training.tasks.corpus import Corpus
 from clearhead.training.tasks.packing import PackedShape, can_pack, pack, pair_states

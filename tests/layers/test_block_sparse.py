@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from clearhead.layers import flex
+from clearhead.layers import block_sparse
 
 from . import drawn
 from .reference import B, Facts
@@ -20,8 +20,8 @@ SIDE, S = 3, 11  # blocks of 3 x 3 in place of 128 x 128: four a row, the last o
 
 def block_mask(facts: Facts, T: int) -> BlockMask:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flex, "BLOCK", SIDE)
-        return flex.block_mask(facts.mask(), T, S, CPU)
+        patch.setattr(block_sparse, "BLOCK", SIDE)
+        return block_sparse.block_mask(facts.mask(), T, S, CPU)
 
 
 def visited(numbers: Tensor | None, indices: Tensor | None) -> Tensor:
@@ -74,6 +74,6 @@ def test_plain_masks_visit_nothing_in_vain(causal: bool, window: int, T: int) ->
 @given(facts=drawn.facts(B, S), T=st.integers(1, S))
 def test_each_pair_is_answered(facts: Facts, T: int) -> None:
     b, i, j = torch.meshgrid(torch.arange(B), torch.arange(T), torch.arange(S), indexing="ij")
-    mask_mod = flex.block_mask(facts.mask(), T, S, CPU).mask_mod
+    mask_mod = block_sparse.block_mask(facts.mask(), T, S, CPU).mask_mod
     answers = mask_mod(b, torch.zeros_like(b), i, j)
     assert torch.equal(answers.expand(B, T, S), facts.pairs(B, T, S))

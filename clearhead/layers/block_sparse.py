@@ -1,64 +1,30 @@
-"""The flex kernel: torch's flex_attention, told which blocks of the score matrix to skip."""
+"""Block-sparse attention: from a mask to the blocks of the score matrix that torch's flex_attention may skip."""
 
 from __future__ import annotations
 
-import functools
-import importlib
-import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
-from clearhead.errors import InputError
+from clearhead import kernels
 from clearhead.layers.masks import ABSENT, Mask
 from clearhead.layers.positions import Bias
 
 BLOCK = 128  # the side of a block
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None, scale: float) -> Tensor:
-    """`attend` through flex_attention."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, blocks: BlockMask | None, bias: Bias | None, scale: float
+) -> Tensor:
+    """Attention that skips the blocks a mask forbids."""
     T, S = q.shape[2], k.shape[2]
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *_learned(bias)))
-    if q.device.type == "cpu" and needs_grad:
-        raise InputError(
-            "torch's flex kernel has no backward pass on the CPU; got inputs that need gradients; use kernel='fused'"
-        )
-    blocks = mask.blocks or block_mask(mask, T, S, q.device)
-    # A bias that is looked up, at torch's usual pipeline depth, does not fit into a Hopper GPU's shared memory.
-    shallow = q.is_cuda and bias is not None
-    run = functools.partial(
-        *(flex_attention, q, k, v),
-        block_mask=blocks,
-        score_mod=_score_mod(mask, bias, T, S, q.device),
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-        kernel_options={"num_stages": 1} if shallow else None,
-    )
-    if torch.compiler.is_compiling():
-        return run()
-    if q.device.type == "cpu" and (S < 1024 or q.dtype == torch.float64):  # not worth compiling, or can not be
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-            return run()
-    return _compiled_flex()(*run.args, **run.keywords)
-
-
-def _learned(bias: Bias | None) -> list[Tensor]:
-    if bias is None:
-        return []
-    return [bias] if isinstance(bias, Tensor) else list(bias.parameters())
-
-
-@functools.cache
-def _compiled_flex() -> Callable[..., Tensor]:
-    # Each kind of mask, bias, type and length is a compilation; past torch's limit of 8 it would silently run uncompiled.
-    limits: Any = importlib.import_module("torch._dynamo.config")
-    limits.recompile_limit = max(limits.recompile_limit, 64)
-    return torch.compile(flex_attention, dynamic=False)
+    learned = [] if bias is None else [bias] if isinstance(bias, Tensor) else list(bias.parameters())
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *learned))
+    blocks = blocks or block_mask(mask, T, S, q.device)
+    score_mod = _score_mod(mask, bias, T, S, q.device)
+    return kernels.block_sparse_attention(q, k, v, blocks, score_mod, scale, needs_grad=needs_grad)
 
 
 def block_mask(mask: Mask, T: int, S: int, device: torch.device) -> BlockMask:
@@ -112,7 +78,7 @@ def _block_range(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_whole(T: int, S: int, device: torch.device) -> Tensor:
-    """Blocks that do not stick out over the matrix's edge."""
+    """Blocks that lie wholly inside the matrix."""
     rows = torch.arange(1, -(-T // BLOCK) + 1, device=device) * BLOCK <= T
     cols = torch.arange(1, -(-S // BLOCK) + 1, device=device) * BLOCK <= S
     return rows[:, None] & cols
@@ -136,7 +102,7 @@ def _score_mod(mask: Mask, bias: Bias | None, T: int, S: int, device: torch.devi
 def _places(
     mask: Mask, T: int, S: int, device: torch.device
 ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Where query i and key j of row b stand: arithmetic where they are in order, a look-up where not."""
+    """The positions of query i and key j of row b: arithmetic where they are in order, a look-up where not."""
     if mask.is_ordered:
         return lambda b, i, j: (i + (S - T), j)
     queries, keys = mask.positions(T, S, device)

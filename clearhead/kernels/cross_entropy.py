@@ -7,7 +7,6 @@ The number of products is the same as for the plain loss: nothing is computed tw
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import Any
 
@@ -16,12 +15,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from clearhead.costs.forecast import LOSS_CHUNK
-from clearhead.quantization import float8 as fp8
+from clearhead.kernels import float8
+from clearhead.kernels.checks import has_triton
+from clearhead.limits import LOSS_CHUNK
 
 IGNORED = -100  # a target that is not to be predicted
 SCALE = 2.0**15  # brings the gradient of a softmax, at most 1, near the largest number of e5m2
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def cross_entropy(
@@ -38,7 +37,7 @@ def cross_entropy(
 
     With `smoothing` e, what to minimise is (1 - e) times that sum plus e times the mean over the vocabulary (section 5.4 of
     the paper); the first value stays the plain one. Gradients flow from the second only. Targets of IGNORED do not count.
-    With `eight`, the products are those of layers/fp8.py.
+    With `eight`, the products are those of float8.py.
     """
     rows = chunk or even_rows(targets.numel(), weight.shape[0], x.device.type)
     if eight:
@@ -127,7 +126,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class Rounded:
-    """x and the weight in 8 bits, as layers/fp8.py has them; scales are of what is there, since these are rounded once a pass."""
+    """x and the weight in 8 bits, as float8.py has them; scales are of what is there, since these are rounded once a pass."""
 
     def __init__(self, x: Float[Tensor, "n D"], weight: Float[Tensor, "W D"]) -> None:
         self.back_x, self.x, self.turned_x = self._round(x)
@@ -136,27 +135,27 @@ class Rounded:
 
     def _round(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         largest = x.abs().amax().float()
-        top = torch.finfo(fp8.FORWARD).max
-        return largest / top, *fp8.cast8([x], None, "", top / largest, torch.zeros_like(largest), fp8.FORWARD)
+        top = torch.finfo(float8.FORWARD).max
+        return largest / top, *float8.cast8([x], None, "", top / largest, torch.zeros_like(largest), float8.FORWARD)
 
     def logits(self, start: int, n: int, bias: Tensor | None) -> Tensor:
-        return fp8.multiply(self.x[start : start + n], self.weight, self.back_x, self.back_weight, bias)
+        return float8.multiply(self.x[start : start + n], self.weight, self.back_x, self.back_weight, bias)
 
     def gradients(self, start: int, grad: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
         """Of x and of the weight; `turned` may be longer by zeros, as `turned_x` is.
 
         Beside a target's 1 most of a gradient are probabilities so small that sums of 14 bits would lose them.
         """
-        of_x = fp8.multiply(grad, self.turned_weight, self.back, self.back_weight, exact=True)
+        of_x = float8.multiply(grad, self.turned_weight, self.back, self.back_weight, exact=True)
         part = self.turned_x[:, start : start + turned.shape[1]]
-        return of_x, fp8.multiply(turned, part, self.back, self.back_x, exact=True)
+        return of_x, float8.multiply(turned, part, self.back, self.back_x, exact=True)
 
 
 def on_chunk(
     logits: Float[Tensor, "n W"], targets: Int[Tensor, "n"], smoothing: float, V: int, *, wanted: bool
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Int[Tensor, ""], Float[Tensor, " n"], Float[Tensor, "n W"] | None]:
     """Plain loss, smoothed loss, correct guesses, each row's log-sum-exp, and the gradient if it is wanted; of V columns."""
-    if logits.is_cuda and HAS_TRITON and logits.dtype != torch.float64:
+    if logits.is_cuda and has_triton() and logits.dtype != torch.float64:
         rows, grad = row_losses(logits, targets, smoothing, V, wanted)
         plain = rows[0].sum()  # not all sums at once: views of one result confuse torch 2.11's compiler
         smoothed = (1 - smoothing) * plain + smoothing * rows[1].sum() if smoothing else plain
@@ -172,10 +171,10 @@ def on_chunk(
     schema="(Tensor logits, Tensor targets, float smoothing, int V, bool wanted) -> (Tensor, Tensor)",
 )
 def row_losses(logits: Tensor, targets: Tensor, smoothing: float, V: int, wanted: bool) -> tuple[Tensor, Tensor]:
-    """See gpu_losses.losses. A compiler takes it as it is."""
-    from clearhead.kernels.gpu import cross_entropy as gpu_losses
+    """See gpu/cross_entropy.py: losses. A compiler takes it as it is."""
+    from clearhead.kernels.gpu import cross_entropy as gpu
 
-    return gpu_losses.losses(logits, targets, smoothing, V, IGNORED, wanted=wanted)
+    return gpu.losses(logits, targets, smoothing, V, IGNORED, wanted=wanted)
 
 
 @row_losses.register_fake
@@ -190,16 +189,16 @@ def _(logits: Tensor, targets: Tensor, smoothing: float, V: int, wanted: bool) -
     schema="(Tensor logits, Tensor targets, Tensor log_sum, float smoothing, int V) -> (Tensor, Tensor)",
 )
 def row_gradients(logits: Tensor, targets: Tensor, log_sum: Tensor, smoothing: float, V: int) -> tuple[Tensor, Tensor]:
-    """See gpu_losses.gradient8."""
-    from clearhead.kernels.gpu import cross_entropy as gpu_losses
+    """See gpu/cross_entropy.py: gradient8."""
+    from clearhead.kernels.gpu import cross_entropy as gpu
 
-    return gpu_losses.gradient8(logits, targets, log_sum, smoothing, V, IGNORED, SCALE)
+    return gpu.gradient8(logits, targets, log_sum, smoothing, V, IGNORED, SCALE)
 
 
 @row_gradients.register_fake
 def _(logits: Tensor, targets: Tensor, log_sum: Tensor, smoothing: float, V: int) -> tuple[Tensor, Tensor]:
     n, W = logits.shape
-    return logits.new_empty(n, W, dtype=fp8.BACKWARD), logits.new_empty(W, -(-n // 16) * 16, dtype=fp8.BACKWARD)
+    return logits.new_empty(n, W, dtype=float8.BACKWARD), logits.new_empty(W, -(-n // 16) * 16, dtype=float8.BACKWARD)
 
 
 def chunk_losses(

@@ -1,7 +1,10 @@
-"""Sizes at which attention is computed in another way. Without torch, so that costs/ forecasts with the same numbers."""
+"""Sizes at which a computation changes its form. Without torch, so that costs/ forecasts with the same numbers."""
 
 # Up to this many pairs of a query and a key a mask or bias is written out, once for all layers; above, strip by strip.
 WRITTEN_OUT = 2**24
+
+# Logits that the chunked loss holds at once.
+LOSS_CHUNK = {"cpu": 2**26, "cuda": 2**28}
 
 
 def is_narrow(window: int, length: int) -> bool:
