@@ -12,6 +12,8 @@ files as a test of its own, in a fresh process with CLEARHEAD_SHAPES=unchecked, 
 
 The flex kernel compiles by itself, so a checked test that runs it asks for `uncompiled_flex`.
 
+Slow tests carry `@pytest.mark.slow`; `make test-fast` leaves them out.
+
 Tools. Tests that need Chromium, node or a C++ compiler are skipped without them, and the last line says so (tools.py).
 """
 
@@ -48,6 +50,13 @@ class TorchRandom:
 
 torch_random = TorchRandom()
 register_random(torch_random)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A browser and torch.compile are slow in every test."""
+    for item in items:
+        if item.path.parent.name in ("browser", "compiled"):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -149,6 +149,7 @@ def demo(name: str, out: Path, *settings: str) -> str:
     return assert_fine(clearhead("demo", name, "--out", str(out), *changes))
 
 
+@pytest.mark.slow
 def test_demo_reads_dates(tmp_path: Path) -> None:
     text = demo("dates", tmp_path / "run")
     assert "\x1b" not in text

@@ -54,6 +54,7 @@ def script(page: Path) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=names)
 def test_the_python_runs(page: Path, tmp_path: Path) -> None:
     code = script(page)

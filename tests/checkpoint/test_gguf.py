@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 import clearhead as ch
 from clearhead.checkpoint import load
-from clearhead.checkpoint.gguf_file import Gguf
+from clearhead.checkpoint.gguf_file import GgufWeights
 from clearhead.config import Generation
 
 gguf = pytest.importorskip("gguf")
@@ -131,7 +131,7 @@ def test_every_quantisation(tmp_path: Path, kind: str) -> None:
 
     with np.errstate(all="ignore"):  # of random scales, some are infinite
         expected = torch.from_numpy(gguf.quants.dequantize(raw, number))
-    weights = Gguf(tmp_path / "x.gguf")
+    weights = GgufWeights(tmp_path / "x.gguf")
     assert weights.shapes == {"x": (rows, width)}
     stored = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind, torch.float32)
     assert weights.dtypes == {"x": stored}

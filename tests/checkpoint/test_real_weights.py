@@ -75,6 +75,7 @@ def call(*args: str | Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 @torch.no_grad()
 def test_minilm(tmp_path: Path) -> None:
@@ -112,6 +113,7 @@ def test_stories260k() -> None:
     assert tokenizer.decode(written).strip() == (folder / "expected.txt").read_text().strip()
 
 
+@pytest.mark.slow
 def test_smollm2_knows_paris() -> None:
     path = unpacked("smollm2")
     model, tokenizer = load(path), load_tokenizer(path)
@@ -120,6 +122,7 @@ def test_smollm2_knows_paris() -> None:
     assert (model.generation.bos, model.generation.eos, model.generation.pad) == (1, (2,), 2)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_smollm2_perplexity() -> None:
     """Shakespeare's first 20 kB are as likely as transformers and llama.cpp find them."""
@@ -135,6 +138,7 @@ def test_smollm2_perplexity() -> None:
     assert ours == pytest.approx(PERPLEXITY["llama.cpp"], rel=5e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_whisper_hears_kennedy(tmp_path: Path) -> None:
     path, audio = unpacked("whisper"), shared_data("jfk.flac")

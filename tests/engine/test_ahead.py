@@ -134,6 +134,7 @@ def test_packed_prompts() -> None:
     crowd(made, model, requests, rng, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["plain", "early", "never", "short"])
 def test_as_transformers(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids and scores of searches that ask ahead are transformers' own."""

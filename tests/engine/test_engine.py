@@ -487,6 +487,7 @@ def test_a_search_is_told_at_its_end(name: str) -> None:
     assert_nothing_left(engine)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "mistral", "alibi", "original", "t5"])
 def test_beams_copy_before_they_write(name: str) -> None:

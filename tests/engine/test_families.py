@@ -84,6 +84,7 @@ def test_whisper_as_transformers(beams: int) -> None:
     assert len(told) > 1  # not all alike
 
 
+@pytest.mark.slow
 def test_stories260k_in_every_memory() -> None:
     """llama2.c's text: without a cache, with one of its own, in blocks, in pieces, and after a beginning that was kept."""
     folder = shared_data("stories260K")

@@ -146,6 +146,7 @@ REGEXES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", REGEXES)
 def test_random_texts_match(tokenizer: Tokenizer, pattern: str) -> None:
     grammar = Grammar.regex(pattern, tokenizer)

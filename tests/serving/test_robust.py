@@ -310,6 +310,7 @@ def test_what_is_refused_is_refused_before_a_stream(address: str) -> None:
         assert said.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.slow
 def test_fuzz(address: str) -> None:
     fuzzer = Fuzzer(address, seed=7)
     for _ in range(1000):
@@ -319,6 +320,7 @@ def test_fuzz(address: str) -> None:
     wait_until_idle(address, seconds=5)
 
 
+@pytest.mark.slow
 def test_many_streams(address: str) -> None:
     """The short form of benchmarks/cpu/server_load.py."""
     seen = asyncio.run(server_load.load(urlsplit(address).port, 64, server_load.make_asked(128, 16), math.inf, "gpt"))

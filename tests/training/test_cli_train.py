@@ -303,6 +303,7 @@ def test_help_loads_no_torch() -> None:
         assert word in ran.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "a polite kill"])
 def test_stopped_by_a_signal(number: signal.Signals, tmp_path: Path) -> None:
     """In a process of its own: it saves, says how to go on, and ends with 130."""

@@ -55,6 +55,7 @@ def assert_one_speaks(text: str) -> None:
         assert text.count(words) == 1, text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "parallel", "changes"),
     [
@@ -73,6 +74,7 @@ def test_two_processes_are_one(task: str, parallel: str, changes: dict[str, Any]
     assert_same_run(tmp_path / "runs" / f"{task}-1", tmp_path / "one")  # all chose the same folder
 
 
+@pytest.mark.slow
 def test_four_processes_stopped_and_resumed_in_one(tmp_path: Path) -> None:
     recipe = write_recipe("language", tmp_path, parallel="fsdp", optimizer="adamw", steps=60, evaluate_every=60)
     train(recipe, tmp_path / "one")
@@ -102,6 +104,7 @@ def test_four_processes_stopped_and_resumed_in_one(tmp_path: Path) -> None:
     assert_same_run(tmp_path / "four", tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_one_process_stopped_and_resumed_in_four(tmp_path: Path) -> None:
     recipe = write_recipe("translate", tmp_path, optimizer="muon")
     train(recipe, tmp_path / "one")
@@ -113,6 +116,7 @@ def test_one_process_stopped_and_resumed_in_four(tmp_path: Path) -> None:
     assert_same_run(tmp_path / "x", tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_what_one_process_can_not_do_ends_all(tmp_path: Path) -> None:
     """The first says what is wrong; the others, that it was not them. (torchrun adds a report of its own.)"""
     write_recipe("language", tmp_path)

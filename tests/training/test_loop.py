@@ -198,6 +198,7 @@ class Filling(Watching):
         self.fill("end")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "nbytes", "words", "left"),
     [

@@ -29,6 +29,7 @@ from training.tiny_runs import (
 )
 
 
+@pytest.mark.slow
 def test_runs_killed_at_random_moments(tmp_path: Path) -> None:
     """20 runs, each killed once with SIGKILL: at a random time, or before a random change to the disk."""
     cadence: dict[str, Any] = dict(steps=14, log_every=2, evaluate_every=6, checkpoint_every=4, score_rows=0)
