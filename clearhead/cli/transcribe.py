@@ -66,6 +66,6 @@ def run(
 
 def max_tokens(config: Config, beams: int) -> int:
     """The engine's memory for a batch of windows, in tokens: the sound of each, and the text of each beam."""
-    from clearhead.engine.engine import BLOCK
+    from clearhead.engine.allocator import BLOCK_SIZE
 
-    return BATCH * (config.max_source_len + BLOCK + beams * (config.max_len + BLOCK))
+    return BATCH * (config.max_source_len + BLOCK_SIZE + beams * (config.max_len + BLOCK_SIZE))

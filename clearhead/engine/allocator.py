@@ -1,4 +1,4 @@
-"""Who holds which block of a pool: references are counted, needs promised ahead, and beginnings kept for whom they fit next."""
+"""The block allocator: reference counts, reservations, and a prefix cache of blocks whose tokens are known."""
 
 from __future__ import annotations
 
@@ -9,123 +9,128 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-Numbers = NDArray[np.int32]
-NOBODY = -1
+BLOCK_SIZE = 16  # tokens: few enough to share short prefixes, enough to be read in one piece
+NO_OWNER = -1
+
+BlockIds = NDArray[np.int32]
 
 
-class Blocks:
-    """The blocks of a pool, from 1 on; block 0 is nobody's.
+class BlockAllocator:
+    """Blocks 1 .. n_blocks - 1 of a pool. Block 0 is never allocated: padding is written there.
 
-    A request is let in when the most it may need is there, so that none ever runs out of memory halfway: `admit` gives it the
-    number under which it takes what it was promised, block by block. A block that nobody holds and whose tokens are known is
-    kept until its room is needed: a text that starts with the same tokens takes it over.
+    A request reserves the most blocks that it may ever need before it is admitted, so no request runs out of memory halfway
+    and none must be preempted. `reserve` gives it a number, under which it allocates block by block.
+
+    A free block whose tokens are known stays in the prefix cache until its memory is needed. A prompt that starts with the same
+    tokens takes it from there.
     """
 
-    def __init__(self, n_blocks: int, block: int, *, max_holders: int, keep_beginnings: bool = True) -> None:
-        self.n_blocks, self.block, self.keep_beginnings = n_blocks, block, keep_beginnings
-        self.refs = np.zeros(n_blocks, np.int32)
-        self.owner = np.full(n_blocks, NOBODY, np.int32)  # who took it, while he is here
-        self.free: Numbers = np.arange(n_blocks - 1, -1, -1, dtype=np.int32)  # a stack; the first `n_free` count
+    def __init__(self, n_blocks: int, block_size: int, *, max_reservations: int, prefix_cache: bool = True) -> None:
+        self.n_blocks, self.block_size, self.prefix_cache = n_blocks, block_size, prefix_cache
+        self.ref_counts = np.zeros(n_blocks, np.int32)
+        self.owners = np.full(n_blocks, NO_OWNER, np.int32)  # the reservation that each block was allocated under
+        self.free_stack: BlockIds = np.arange(n_blocks - 1, -1, -1, dtype=np.int32)  # the first `n_free` are free
         self.n_free = n_blocks - 1
-        self.kept: OrderedDict[int, bytes] = OrderedDict()  # known tokens, no holder; longest unused first
-        self.names: dict[int, bytes] = {}  # of all blocks whose tokens are known
-        self.known: dict[bytes, int] = {}
-        self.open = list(range(max_holders))
-        self.left = np.zeros(max_holders, np.int64)  # promised to each, and not yet taken
-        self.promised = 0  # the sum of these
+        self.evictable: OrderedDict[int, bytes] = OrderedDict()  # cached blocks without references, LRU first
+        self.hashes: dict[int, bytes] = {}  # of every block whose tokens are known
+        self.cached: dict[bytes, int] = {}  # from these hashes to their blocks
+        self.free_numbers = list(range(max_reservations))
+        self.reserved = np.zeros(max_reservations, np.int64)  # blocks not yet allocated, by reservation
+        self.n_reserved = 0  # the sum of these
 
     @property
     def n_available(self) -> int:
-        """Blocks that nobody holds and nobody was promised."""
-        return self.n_free + len(self.kept) - self.promised
+        """Blocks that are neither in use nor reserved."""
+        return self.n_free + len(self.evictable) - self.n_reserved
 
     @property
-    def n_held(self) -> int:
-        """Blocks that somebody holds."""
-        return self.n_blocks - 1 - self.n_free - len(self.kept)
+    def n_used(self) -> int:
+        """Blocks with references."""
+        return self.n_blocks - 1 - self.n_free - len(self.evictable)
 
-    def admit(self, most: int) -> int:
-        """Promise that many blocks; the caller has looked whether they are there."""
-        assert most <= self.n_available
-        holder = self.open.pop()
-        self.left[holder] = most
-        self.promised += most
-        return holder
+    def reserve(self, n: int) -> int:
+        """Reserve n blocks, which must be available; returns the reservation's number."""
+        assert n <= self.n_available
+        number = self.free_numbers.pop()
+        self.reserved[number] = n
+        self.n_reserved += n
+        return number
 
-    def take(self, holders: Sequence[int] | NDArray[np.int64]) -> Numbers:
-        """One block for each, of those promised to it."""
-        n = len(holders)
-        np.subtract.at(self.left, holders, 1)
-        self.promised -= n
+    def allocate(self, reservations: Sequence[int] | NDArray[np.int64]) -> BlockIds:
+        """One block for each reservation named, with one reference."""
+        n = len(reservations)
+        np.subtract.at(self.reserved, reservations, 1)
+        self.n_reserved -= n
         while self.n_free < n:
-            block, name = self.kept.popitem(last=False)
-            del self.names[block], self.known[name]
-            self._give_back(np.array([block], np.int32))
+            block, name = self.evictable.popitem(last=False)
+            del self.hashes[block], self.cached[name]
+            self._push_free(np.array([block], np.int32))
         self.n_free -= n
-        taken = self.free[self.n_free : self.n_free + n].copy()
-        self.refs[taken], self.owner[taken] = 1, holders
-        return taken
+        blocks = self.free_stack[self.n_free : self.n_free + n].copy()
+        self.ref_counts[blocks], self.owners[blocks] = 1, reservations
+        return blocks
 
-    def share(self, blocks: Numbers) -> None:
-        """One more reference each; a block may be named several times."""
-        np.add.at(self.refs, blocks, 1)
+    def share(self, blocks: BlockIds) -> None:
+        """Add a reference to each; a block may be named several times."""
+        np.add.at(self.ref_counts, blocks, 1)
 
-    def release(self, blocks: Numbers) -> None:
-        """One reference fewer each. What nobody holds is free again, and his who took it to take another, while he is here.
+    def free(self, blocks: BlockIds) -> None:
+        """Drop a reference to each. A block without references is free again, and credited to its owner's reservation.
 
-        Of what is known the first blocks named go last: a text without its beginning is found by nobody.
+        Cached blocks become evictable, the last named first: a cached prefix is of no use without its first blocks.
         """
-        np.subtract.at(self.refs, blocks, 1)
-        gone = np.unique(blocks[self.refs[blocks] == 0])
-        owners = self.owner[gone]
-        owners = owners[owners != NOBODY]
-        np.add.at(self.left, owners, 1)
-        self.promised += len(owners)
-        self.owner[gone] = NOBODY
-        known = [block in self.names for block in gone.tolist()] if self.names else []
-        if any(known):
-            leaving = set(gone[known].tolist())
-            self.kept |= {block: self.names[block] for block in reversed(blocks.tolist()) if block in leaving}
-        self._give_back(gone[~np.array(known)] if known else gone)
+        np.subtract.at(self.ref_counts, blocks, 1)
+        gone = np.unique(blocks[self.ref_counts[blocks] == 0])
+        owners = self.owners[gone]
+        owners = owners[owners != NO_OWNER]
+        np.add.at(self.reserved, owners, 1)
+        self.n_reserved += len(owners)
+        self.owners[gone] = NO_OWNER
+        is_cached = [block in self.hashes for block in gone.tolist()] if self.hashes else []
+        if any(is_cached):
+            cached = set(gone[is_cached].tolist())
+            self.evictable |= {block: self.hashes[block] for block in reversed(blocks.tolist()) if block in cached}
+        self._push_free(gone[~np.array(is_cached)] if is_cached else gone)
 
-    def leave(self, holders: Sequence[int]) -> None:
-        """Nothing more is promised to these, and what others still share is not theirs."""
-        self.owner[np.isin(self.owner, holders)] = NOBODY
-        self.promised -= int(self.left[list(holders)].sum())
-        self.left[list(holders)] = 0
-        self.open += holders
+    def cancel(self, reservations: Sequence[int]) -> None:
+        """End these reservations. Their blocks that others still share have no owner from now on."""
+        self.owners[np.isin(self.owners, reservations)] = NO_OWNER
+        self.n_reserved -= int(self.reserved[list(reservations)].sum())
+        self.reserved[list(reservations)] = 0
+        self.free_numbers += reservations
 
-    def find(self, tokens: Sequence[int]) -> list[int]:
-        """Blocks that hold this beginning, without taking them: as many whole ones as are known."""
+    def find_prefix(self, tokens: Sequence[int]) -> list[int]:
+        """The cached blocks that hold the start of these tokens; takes no reference."""
         found: list[int] = []
         name = b""
-        # The last token must be read anew: its logits choose the next.
-        for start in range(0, (len(tokens) - 1) // self.block * self.block if self.known else 0, self.block):
-            name = _name(name, tokens[start : start + self.block])
-            if name not in self.known:
+        # The last token is always computed: its logits choose the next one.
+        end = (len(tokens) - 1) // self.block_size * self.block_size if self.cached else 0
+        for start in range(0, end, self.block_size):
+            name = _hash(name, tokens[start : start + self.block_size])
+            if name not in self.cached:
                 break
-            found.append(self.known[name])
+            found.append(self.cached[name])
         return found
 
-    def hold(self, blocks: Sequence[int]) -> None:
-        """One reference more to what `find` found."""
+    def take_prefix(self, blocks: Sequence[int]) -> None:
+        """Add a reference to each block that `find_prefix` found."""
         for block in blocks:
-            self.kept.pop(block, None)
-            self.refs[block] += 1
+            self.evictable.pop(block, None)
+            self.ref_counts[block] += 1
 
-    def remember(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
-        """These blocks hold these tokens; whole blocks are known from now on."""
+    def cache_prefix(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+        """Enter the full blocks among these, which hold these tokens, in the prefix cache."""
         name = b""
-        for at in range(min(len(tokens) // self.block, len(blocks)) if self.keep_beginnings else 0):
-            name = _name(name, tokens[at * self.block : (at + 1) * self.block])
-            if name not in self.known and blocks[at] not in self.names:
-                self.known[name], self.names[blocks[at]] = blocks[at], name
+        for at in range(min(len(tokens) // self.block_size, len(blocks)) if self.prefix_cache else 0):
+            name = _hash(name, tokens[at * self.block_size : (at + 1) * self.block_size])
+            if name not in self.cached and blocks[at] not in self.hashes:
+                self.cached[name], self.hashes[blocks[at]] = blocks[at], name
 
-    def _give_back(self, blocks: Numbers) -> None:
-        self.free[self.n_free : self.n_free + len(blocks)] = blocks
+    def _push_free(self, blocks: BlockIds) -> None:
+        self.free_stack[self.n_free : self.n_free + len(blocks)] = blocks
         self.n_free += len(blocks)
 
 
-def _name(before: bytes, tokens: Sequence[int]) -> bytes:
-    """Of a block: its tokens and all before them. A cryptographic hash, so that no prompt can be made to find another's."""
+def _hash(before: bytes, tokens: Sequence[int]) -> bytes:
+    """Hash of a block's tokens and of all before them. Cryptographic, so that no prompt can be made to match another's blocks."""
     return hashlib.sha256(before + np.asarray(tokens, np.int64).tobytes()).digest()

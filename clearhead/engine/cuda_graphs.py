@@ -1,4 +1,4 @@
-"""Work for a GPU, recorded once as a CUDA graph and replayed: thousands of small kernels then start with one call."""
+"""CUDA graphs: work for a GPU, captured once and replayed, so that thousands of small kernels start with one call."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.kernels import capture
+
+MAX_GRAPHS = 200  # a server's users may each bring their own kind of search
 
 
 class Recorder:
@@ -45,7 +47,7 @@ class Recorder:
         return graph, result
 
 
-class Recordings:
+class CudaGraphs:
     """CUDA graphs of a model's work, by key. Each reads and writes the same memory; its result is valid until its next replay."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -54,33 +56,40 @@ class Recordings:
         self.recorder = Recorder(device)
 
     @property
-    def is_watched(self) -> bool:
+    def is_hooked(self) -> bool:
         """Whether the model has hooks: a replay would not call them."""
         return any(self.hooks)
 
-    def run(self, key: Hashable, work: Callable[[], Tensor], *, told: Tensor, kept: Sequence[Tensor] = ()) -> Tensor:
-        """The result of this key's work, recorded if the key is new. With zeros in `told`, the work changes only `kept`."""
+    def run(
+        self, key: Hashable, work: Callable[[], Tensor], *, switch: Tensor, changed: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """The result of this key's work, recorded if the key is new.
+
+        `switch` is an input of the work. While it is all zeros, the work changes nothing but the tensors in `changed`.
+        """
         if key not in self.graphs:
-            if len(self.graphs) >= 200:  # a server's users may each bring their own kind of search
+            if len(self.graphs) >= MAX_GRAPHS:
                 self.graphs.clear()
-            self.graphs[key] = self._record(work, [told, *kept])
+            self.graphs[key] = self._record(work, switch, [switch, *changed])
         graph, result = self.graphs[key]
         graph.replay()
         return result
 
-    def _record(self, work: Callable[[], Tensor], held: Sequence[Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        before = [each.clone() for each in held]
+    def _record(
+        self, work: Callable[[], Tensor], switch: Tensor, state: Sequence[Tensor]
+    ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        before = [tensor.clone() for tensor in state]
 
         def restore() -> None:
-            for each, was in zip(held, before, strict=True):
-                each.copy_(was)
+            for tensor, was in zip(state, before, strict=True):
+                tensor.copy_(was)
 
         with capture:
-            return self.recorder.record(work, 2, prepare=lambda: held[0].zero_(), restore=restore)
+            return self.recorder.record(work, 2, prepare=switch.zero_, restore=restore)
 
 
-def padded(n: int, most: int) -> int:
-    """The number of rows that is recorded for n: 1, 2, 4, 8, then by a quarter more at most."""
+def round_up(n: int, most: int) -> int:
+    """The size that is recorded for n rows: 1, 2, 4, 8, then at most a quarter more than n; never above `most`."""
     step = max(1, 2 ** ((n - 1).bit_length() - 3)) if n > 8 else 0
     size = -(-n // step) * step if step else 1 << (n - 1).bit_length()
     return min(size, most)

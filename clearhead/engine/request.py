@@ -1,4 +1,4 @@
-"""What is asked of a model, and what came of it."""
+"""Requests, checked when they are submitted, and tickets, which hold their tokens."""
 
 from __future__ import annotations
 
@@ -10,39 +10,26 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from clearhead.engine.batches import check_least, check_rows
 from clearhead.errors import InputError
 from clearhead.models import Decoder, EncoderDecoder
+from clearhead.sampling.beam_search import Candidate, Hypothesis
 from clearhead.sampling.grammar import Grammar
 from clearhead.sampling.strategy import Strategy
+from clearhead.sampling.token_ids import check_rows
 
 Source = Sequence[int] | Tensor
 Reason = Literal["end", "stop", "length", "cancelled", "failed"]
 
 
-@dataclass(frozen=True)
-class Hypothesis:
-    """One text and what the model thinks of it.
-
-    `tokens` are the new ids, without the one that ended them. `score` is the sum of their log-probabilities, the end's
-    included; of a search or an encoder-decoder it is divided by length**length_penalty. `finished`: the text was ended, not
-    cut by its limit.
-    """
-
-    tokens: list[int]
-    score: float
-    finished: bool
-
-
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One text to write.
+    """One text to generate.
 
-    A decoder goes on from `prompt`; an encoder-decoder reads `source` (ids, or mel frames), and `prompt` is how its text starts
-    (without one: with its start token). `eos`: None is the checkpoint's own, () none. `stop` are id sequences that end a text.
-    With `beams`, the likeliest text is searched for and `n_best` of them are told. `grammar` is what the text must match.
-    `scored` keeps log-probabilities; `alternatives`, of so many likeliest tokens at each step too. `trace` keeps each step of a
-    search. `name` is the caller's; no two that run have the same.
+    A decoder continues `prompt`. An encoder-decoder reads `source` (ids, or mel frames), and its text starts with `prompt`, or
+    without one with its start token. `eos`: None is the checkpoint's own, () none. `stop` are id sequences that end a text.
+    With `beams` above 1 a beam search looks for the likeliest text, and returns its `n_best`. `grammar` is what the text must
+    match. `scored` keeps the tokens' log-probabilities; `alternatives`, at each step, so many likeliest tokens with theirs.
+    `trace` keeps each step of a beam search. `name` is the caller's, and must be unique among requests that are not done.
     """
 
     prompt: Sequence[int] = ()
@@ -64,7 +51,7 @@ class Request:
 
 
 class Token(NamedTuple):
-    """A chosen token, its log-probability if asked for, and those that were as likely: (id, log-probability), best first."""
+    """A generated token; if asked for, its log-probability, and the likeliest tokens as (id, log-probability), best first."""
 
     id: int
     score: float = math.nan
@@ -72,21 +59,21 @@ class Token(NamedTuple):
 
 
 class Ticket:
-    """What has come of a request so far. `reason` says why it is over; None: it is not. One that failed has no hypothesis."""
+    """A request's tokens so far. `reason` says why it is done; None: it is not. A failed one has an error and no hypothesis."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.written: list[int] = []
         self.scores: list[float] = []  # their log-probabilities, if asked for
         self.alternatives: list[tuple[tuple[int, float], ...]] = []
-        self.n_shown = 0  # the first of these are the text: neither what ended it nor what may turn out to
-        self.n_told = 0  # of those, the first were told by `Engine.step`
-        self.hypotheses: list[Hypothesis] = []  # once it is over
-        self.trace: list[Any] = []
+        self.n_shown = 0  # the first of these are the text; the rest ended it, or may become part of a stop sequence
+        self.n_reported = 0  # of the shown ones, those that `Engine.step` has returned
+        self.hypotheses: list[Hypothesis] = []  # once it is done
+        self.trace: list[list[Candidate]] = []
         self.reason: Reason | None = None
         self.error: InputError | None = None  # why it failed
         self.n_prompt = 0
-        self.n_cached = 0  # of the prompt's tokens, those found in memory
+        self.n_cached = 0  # tokens of the prompt that were found in the prefix cache
 
     @property
     def is_done(self) -> bool:
@@ -106,11 +93,11 @@ class Ticket:
 
 
 def check_request(request: Request, model: Decoder | EncoderDecoder, what: str = "prompt") -> list[int]:
-    """The ids that a request's text starts from; anything that can not work is refused here, before it joins others."""
+    """The ids of the prompt, at least one. A request that can not work is refused here, before it joins a batch."""
     config = model.config
-    check_least(request.max_new_tokens, 1, "max_new_tokens")
-    check_least(request.beams, 1, "beams")
-    check_least(request.n_best, 1, "n_best")
+    check_at_least(request.max_new_tokens, 1, "max_new_tokens")
+    check_at_least(request.beams, 1, "beams")
+    check_at_least(request.n_best, 1, "n_best")
     if type(request.seed) is not int or not -(2**63) <= request.seed < 2**63:
         raise InputError(f"seed is a number of up to 63 bits; got {request.seed!r}; leave some digits out")
     _check_ends(request, model)
@@ -139,14 +126,14 @@ def check_request(request: Request, model: Decoder | EncoderDecoder, what: str =
     prompt = check_rows([request.prompt], config.vocab_size, what)[0]
     if isinstance(model, EncoderDecoder):
         _check_source(request.source, model)
-        prompt = prompt or [start_of(model)]
+        prompt = prompt or [start_token(model)]
     elif request.source is not None:
         raise InputError("a decoder reads no source; got one; pass it as the prompt")
     if not prompt:
         if model.generation.bos is None:
             raise InputError(f"{what} is empty, and the model has no bos; got []; give at least one token")
         prompt = [model.generation.bos]
-    room = request.max_new_tokens + (0 if isinstance(model, Decoder) else -1)  # a text's last token is not read
+    room = request.max_new_tokens + (0 if isinstance(model, Decoder) else -1)  # the last new token is never an input
     if len(prompt) + room > config.max_len:
         raise InputError(
             f"{what} is too long: {len(prompt)} tokens + max_new_tokens={request.max_new_tokens} > "
@@ -156,7 +143,7 @@ def check_request(request: Request, model: Decoder | EncoderDecoder, what: str =
 
 
 def _check_ends(request: Request, model: Decoder | EncoderDecoder) -> None:
-    """What may end a text: ids, or a grammar that ends it by the same ones."""
+    """Check what may end a text: ids, stop sequences, and a grammar that must end it by the same ids."""
     vocab_size, stops, eos = model.config.vocab_size, _listed(request.stop), request.eos
     if stops is None:
         raise InputError(f"stop is a list of lists of ids; got {request.stop!r}; write such as [[5, 7]]")
@@ -184,10 +171,10 @@ def _listed(value: object) -> list[Any] | None:
     return list(cast("Sequence[Any]", value)) if isinstance(value, Sequence) and not isinstance(value, str) else None
 
 
-def start_of(model: EncoderDecoder) -> int:
+def start_token(model: EncoderDecoder) -> int:
     """The token that a text of this model starts with."""
-    told = model.generation
-    start = told.bos if told.decoder_start is None else told.decoder_start
+    rules = model.generation
+    start = rules.bos if rules.decoder_start is None else rules.decoder_start
     if start is None:
         raise InputError(
             "the model does not say which token a text starts with; got neither decoder_start nor bos; "
@@ -206,7 +193,7 @@ def _check_source(source: Source | None, model: EncoderDecoder) -> None:
             raise InputError(
                 f"the source is sound of shape ({config.n_mels} mel bands, frames); got {got}; use log_mel"
             )
-        if not 0 < n_source(source) <= config.max_source_len or not source.is_floating_point():
+        if not 0 < source_length(source) <= config.max_source_len or not source.is_floating_point():
             raise InputError(
                 f"the source must have 1 to {2 * config.max_source_len} frames of floating-point numbers; "
                 f"got {source.shape[1]} of {source.dtype}; cut it into pieces"
@@ -220,9 +207,15 @@ def _check_source(source: Source | None, model: EncoderDecoder) -> None:
         )
 
 
-def n_source(source: Source | None) -> int:
-    """How many places a source takes in memory."""
+def source_length(source: Source | None) -> int:
+    """How many positions a source takes in the KV cache."""
     if source is None:
         return 0
-    # The second convolution halves the frames of sound.
+    # The encoder's second convolution halves the frames of sound.
     return (source.shape[-1] + 1) // 2 if isinstance(source, torch.Tensor) else len(source)
+
+
+def check_at_least(value: object, least: int, name: str) -> None:
+    """InputError unless the value is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{name} is a whole number of at least {least}; got {value!r}; raise it")

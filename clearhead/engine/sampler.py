@@ -1,9 +1,9 @@
-"""Tokens for rows that do not search. Rows that are chosen for in the same way are one group."""
+"""The sampler: next tokens for rows without beam search. Rows with the same settings form one group, sampled together."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,91 +11,108 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from clearhead.engine.batches import Parcel, send, widen
-from clearhead.engine.runner import Runner
-from clearhead.engine.sequence import Member
+from clearhead.engine.runner import ModelRunner
+from clearhead.engine.sequence import Sequence
+from clearhead.engine.transfer import HostCopy, to_device
 from clearhead.errors import InputError
-from clearhead.sampling.beam_search import lay_out
-from clearhead.sampling.strategy import Shaper
+from clearhead.layers.masks import ABSENT
+from clearhead.sampling.logits_processors import LogitsProcessor, upcast
+from clearhead.sampling.token_ids import pad
+
+NO_TOKEN = -1  # in place of an id: every token is forbidden, or the logits are NaN
 
 
 @dataclass
-class Group:
-    """Rows that are chosen for in the same way, and what is known of them as long as nobody comes or goes."""
+class SamplingGroup:
+    """Rows with the same processor and outputs, and their facts as tensors; valid until the batch changes."""
 
-    shaper: Shaper
-    members: list[Member]
-    rows: Int[Tensor, " n"]
-    among: Int[Tensor, " n"] | None  # of the logits, its rows; None: all, in order
+    processor: LogitsProcessor
+    sequences: list[Sequence]
+    rows: Int[Tensor, " n"]  # of the batch
+    logit_rows: Int[Tensor, " n"] | None  # of the logits; None: all, in order
     seeds: Int[Tensor, " n"]
     n_prompt: Int[Tensor, " n"]
     limits: Int[Tensor, " n"]
     scored: bool
     alternatives: int
-    is_plain: bool  # of each only its token is asked for, and its ends and limit alone end a text
+    is_simple: bool  # no scores are asked for, and only eos and the limit can end a text
 
 
-def make_groups(
-    members: Sequence[Member], firsts: Sequence[int], places: Sequence[int], device: torch.device
-) -> list[Group]:
-    """Those that do not search, by the way their tokens are chosen; of each its row, and its place among the logits."""
-    by: dict[tuple[int, bool, int], list[tuple[Member, int, int]]] = {}
-    for member, first, place in zip(members, firsts, places, strict=True):
-        if member.width == 1:
-            request = member.ticket.request
-            way = id(member.shaper), request.scored, request.alternatives
-            by.setdefault(way, []).append((member, first, place))
-    groups: list[Group] = []
-    for (_, scored, alternatives), those in by.items():
-        each = [member for member, _, _ in those]
-        facts = [(m.ticket.request.seed, len(m.prompt), m.limit, first, place) for m, first, place in those]
-        seeds, n_prompt, limits, rows, among = send(np.array(facts, np.int64), device).unbind(1)
-        among = among if len(those) < len(members) else None
-        is_plain = not (scored or alternatives or any(m.constraints or m.ticket.request.stop for m in each))
-        told = (scored, alternatives, is_plain)
-        groups.append(Group(each[0].shaper, each, rows, among, seeds, n_prompt, limits, *told))
+def group_sequences(
+    sequences: abc.Sequence[Sequence], rows: abc.Sequence[int], logit_rows: abc.Sequence[int], device: torch.device
+) -> list[SamplingGroup]:
+    """Groups of the sequences without beam search; `rows` and `logit_rows` are those of each sequence."""
+    found: dict[tuple[int, bool, int], list[tuple[Sequence, int, int]]] = {}
+    for sequence, row, logit_row in zip(sequences, rows, logit_rows, strict=True):
+        if sequence.n_rows == 1:
+            request = sequence.ticket.request
+            key = id(sequence.processor), request.scored, request.alternatives
+            found.setdefault(key, []).append((sequence, row, logit_row))
+    groups: list[SamplingGroup] = []
+    for (_, scored, alternatives), parts in found.items():
+        own = [sequence for sequence, _, _ in parts]
+        facts = [(s.ticket.request.seed, len(s.prompt), s.limit, row, at) for s, row, at in parts]
+        seeds, n_prompt, limits, own_rows, among = to_device(np.array(facts, np.int64), device).unbind(1)
+        groups.append(
+            SamplingGroup(
+                processor=own[0].processor,
+                sequences=own,
+                rows=own_rows,
+                logit_rows=among if len(parts) < len(sequences) else None,
+                seeds=seeds,
+                n_prompt=n_prompt,
+                limits=limits,
+                scored=scored,
+                alternatives=alternatives,
+                is_simple=not (scored or alternatives or any(s.constraints or s.ticket.request.stop for s in own)),
+            )
+        )
     return groups
 
 
-def choose(group: Group, logits: Float[Tensor, "n V"], runner: Runner) -> Parcel:
-    """Each row's next token, on its way, and what was asked of it beside: log-probability, the likeliest ones' too, and their
-    ids. -1: there was none to choose."""
-    shaper, members = group.shaper, group.members
-    bound = any(member.constraints for member in members)
-    greedy = shaper.is_plain and shaper.strategy.temperature == 0 and not bound
-    looked_at = not (greedy and runner.is_greedy) or group.scored or bool(group.alternatives)
-    logits = logits[group.among] if looked_at and group.among is not None else logits
-    dead = None
-    if greedy and runner.is_greedy:
-        tokens = runner.tokens[: len(members)] if group.among is None else runner.tokens[group.rows]
+def sample_tokens(group: SamplingGroup, logits: Float[Tensor, "n V"], runner: ModelRunner) -> HostCopy:
+    """Each row's next token, into `runner.tokens` and to the host, NO_TOKEN where there is none.
+
+    If asked for, there follow its log-probability, and log-probabilities and ids of the likeliest tokens.
+    """
+    processor, sequences = group.processor, group.sequences
+    constrained = any(sequence.constraints for sequence in sequences)
+    greedy = processor.is_identity and processor.strategy.temperature == 0 and not constrained
+    needs_logits = not (greedy and runner.has_argmax) or group.scored or bool(group.alternatives)
+    logits = logits[group.logit_rows] if needs_logits and group.logit_rows is not None else logits
+    failed = None
+    if greedy and runner.has_argmax:
+        tokens = runner.tokens[: len(sequences)] if group.logit_rows is None else runner.tokens[group.rows]
     elif greedy:
         tokens = runner.tokens[group.rows] = logits.argmax(-1)
     else:
-        steps = send(np.array([member.n_asked for member in members]), runner.device)
+        steps = to_device(np.array([sequence.n_scheduled for sequence in sequences]), runner.device)
         history = None
-        if shaper.looks_back:
-            history = lay_out([[*m.prompt, *m.ticket.written] for m in members], runner.device)
-        shaped = shaper(widen(logits), history, group.n_prompt, steps, group.limits)
-        if bound:
-            shaped = shaped.masked_fill(~allowed(members, shaper.vocab_size, runner.device), -math.inf)
-        tokens = runner.tokens[group.rows] = shaper.strategy.choose(shaped, group.seeds, steps)
-        dead = ~(shaped > -math.inf).any(-1)  # nothing is left to choose from
-    told: list[Tensor] = [tokens if dead is None else tokens.masked_fill(dead, -1)]
+        if processor.needs_history:
+            rows = [[*s.prompt, *s.ticket.written] for s in sequences]
+            history = to_device(pad(rows, ABSENT)[0], runner.device)
+        processed = processor(upcast(logits), history, group.n_prompt, steps, group.limits)
+        if constrained:
+            allowed = grammar_masks(sequences, processor.vocab_size, runner.device)
+            processed = processed.masked_fill(~allowed, -math.inf)
+        tokens = runner.tokens[group.rows] = processor.strategy.choose(processed, group.seeds, steps)
+        failed = ~(processed > -math.inf).any(-1)
+    outputs: list[Tensor] = [tokens if failed is None else tokens.masked_fill(failed, NO_TOKEN)]
     if group.scored or group.alternatives:
-        log_probs = widen(logits).log_softmax(-1)
-        told.append(log_probs.gather(1, tokens[:, None])[:, 0])
-        told += log_probs.topk(group.alternatives) if group.alternatives else ()
-    return Parcel(*told)
+        log_probs = upcast(logits).log_softmax(-1)
+        outputs.append(log_probs.gather(1, tokens[:, None])[:, 0])
+        outputs += log_probs.topk(group.alternatives) if group.alternatives else ()
+    return HostCopy(*outputs)
 
 
-def allowed(members: Sequence[Member], vocab_size: int, device: torch.device) -> Bool[Tensor, "n V"]:
-    """What their grammars allow next; where there is none, everything."""
+def grammar_masks(sequences: abc.Sequence[Sequence], vocab_size: int, device: torch.device) -> Bool[Tensor, "n V"]:
+    """The tokens that each row's grammar allows next; without one, all."""
     rows: list[Tensor] = []
-    for member in members:
+    for sequence in sequences:
         everything = torch.ones(vocab_size, dtype=torch.bool)
-        for held in member.constraints or [None] * member.width:
+        for constraint in sequence.constraints or [None] * sequence.n_rows:
             try:
-                rows.append(held.allowed() if held is not None else everything)
-            except InputError:  # the vocabulary lacks what must come next: this text fails, the others go on
+                rows.append(constraint.allowed() if constraint is not None else everything)
+            except InputError:  # the vocabulary lacks what must come next: this text fails, the others continue
                 rows.append(~everything)
     return torch.stack(rows).to(device)

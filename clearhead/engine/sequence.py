@@ -1,40 +1,52 @@
-"""Who is being written for: requests that were let in."""
+"""A request that was admitted: its prompt, its blocks of memory, and how far it has come."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from clearhead.engine.request import Ticket, n_source
-from clearhead.sampling.beam_search import Search
+from clearhead.engine.request import Ticket, source_length
+from clearhead.sampling.beam_search import BeamSearchParams
 from clearhead.sampling.grammar import Constraint
-from clearhead.sampling.strategy import Shaper
+from clearhead.sampling.logits_processors import LogitsProcessor
 
-Numbers = NDArray[np.int32]
+BlockIds = NDArray[np.int32]
 
 
-class Member:
-    """A request that was let in: its prompt and the blocks that hold it, and what is known of its text."""
+class Sequence:
+    """An admitted request. With beams it has several rows in the batch; they share the prompt.
 
-    def __init__(self, ticket: Ticket, prompt: list[int], shaper: Shaper, holder: int) -> None:
-        self.ticket, self.prompt, self.shaper, self.holder = ticket, prompt, shaper, holder
+    `blocks` hold the prompt's keys and values, `source_blocks` those of an encoder-decoder's source. Once it runs, its rows of
+    the runner's block table say which blocks it holds. `reservation` is the number under which the allocator keeps blocks for it.
+    """
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        prompt: list[int],
+        processor: LogitsProcessor,
+        search: BeamSearchParams | None,
+        reservation: int,
+    ) -> None:
+        self.ticket, self.prompt, self.processor, self.search = ticket, prompt, processor, search
+        self.reservation = reservation
         request = ticket.request
-        self.limit, self.width = request.max_new_tokens, request.beams
-        self.search = Search.of(request, shaper) if request.beams > 1 else None
-        self.row: Numbers = np.zeros(0, np.int32)
-        self.source: Numbers = np.zeros(0, np.int32)
-        self.n_source = n_source(request.source)
-        self.n_read = 0  # of the prompt
-        self.n_asked = 0  # tokens asked of the model; the ticket holds those that have arrived
-        # One a row; None for a beam that is not alive.
-        self.constraints: list[Constraint | None] = [] if request.grammar is None else [request.grammar.start()]
+        self.limit, self.n_rows = request.max_new_tokens, request.beams
+        self.blocks: BlockIds = np.zeros(0, np.int32)
+        self.source_blocks: BlockIds = np.zeros(0, np.int32)
+        self.n_source = source_length(request.source)
+        self.n_prefilled = 0  # tokens of the prompt
+        self.n_scheduled = 0  # new tokens asked of the model; the ticket holds those that have arrived
+        self.constraints: list[Constraint | None] = []  # one for each row; None for a beam with a score of -inf
+        if request.grammar is not None:
+            self.constraints = [request.grammar.start() for _ in range(self.n_rows)]
 
     @property
-    def is_blind(self) -> bool:
-        """Whether its next token can be asked for before its last is known."""
-        return self.width == 1 and not self.constraints and not self.shaper.looks_back
+    def can_run_ahead(self) -> bool:
+        """Whether its next step can start before its last token is known on the CPU."""
+        return self.n_rows == 1 and not self.constraints and not self.processor.needs_history
 
     @property
-    def n_left(self) -> int:
-        """Tokens of the prompt still to be read."""
-        return len(self.prompt) - self.n_read
+    def n_to_prefill(self) -> int:
+        """Tokens of the prompt that are not in the cache yet."""
+        return len(self.prompt) - self.n_prefilled

@@ -15,7 +15,7 @@ from clearhead.engine.request import Request
 from clearhead.errors import InputError, did_you_mean
 from clearhead.explorer.fields import Fields
 from clearhead.explorer.model_inputs import Inputs, Source, Strip, check_length
-from clearhead.generation.decoding import write
+from clearhead.generation.decoding import run_requests
 from clearhead.inside.ablation_sweep import attentions_of, n_heads_of
 from clearhead.inside.head_scores import copied_tokens
 from clearhead.inside.interventions import Intervention, intervene, mean, patch, zero
@@ -169,7 +169,7 @@ class ForwardPasses:
         )
         read = source.strip.ids if source.request is None else source.tensor[0]
         plain = Request(source=read, prompt=prompt)
-        ticket = write(
+        ticket = run_requests(
             self.model, [replace(source.request or plain, source=read, max_new_tokens=max(most, 1))], 4096, "source"
         )[0]
         return [*prompt, *(ticket.hypotheses[0].tokens if ticket.hypotheses else [])]

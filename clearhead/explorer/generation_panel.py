@@ -15,11 +15,12 @@ from clearhead.explorer.fields import Fields
 from clearhead.explorer.forward_passes import ForwardPasses
 from clearhead.explorer.model_inputs import MAX_TOKENS, check_length
 from clearhead.explorer.wire_format import pack
-from clearhead.generation.decoding import write
+from clearhead.generation.decoding import run_requests
 from clearhead.generation.traces import make_trace
 from clearhead.inside.probe import eval_mode
 from clearhead.models import Decoder, EncoderDecoder
-from clearhead.sampling.strategy import Shaper, Strategy, keep_min_p, keep_top_k, keep_top_p, sample
+from clearhead.sampling.logits_processors import LogitsProcessor
+from clearhead.sampling.strategy import Strategy, keep_min_p, keep_top_k, keep_top_p, sample
 
 SHOWN = 40
 OPTIONS = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -44,7 +45,7 @@ def step(passes: ForwardPasses, fields: Fields) -> bytes:
         states = passes.states(source, history)
     logits = model.project(states[:, -1:])[:, 0].float()
     counts = (torch.tensor([n], device=logits.device) for n in (len(prompt), len(new), MAX_TOKENS + 1))
-    shaped = Shaper(model, None, strategy)(logits, torch.tensor([history], device=logits.device), *counts)
+    shaped = LogitsProcessor(model, None, strategy)(logits, torch.tensor([history], device=logits.device), *counts)
     final, removed = filter_steps(shaped, strategy)
     seeds, steps = (torch.tensor([n], device=logits.device) for n in (seed, len(new)))
     drawn = int(final.argmax()) if strategy.temperature == 0 else int(sample(final, seeds, steps))
@@ -98,7 +99,7 @@ def beam(passes: ForwardPasses, fields: Fields) -> bytes:
     given: dict[str, Any] = dict(beams=beams, n_best=beams, max_new_tokens=most, length_penalty=penalty, trace=True)
     is_pair = isinstance(model, EncoderDecoder)
     request = Request(source=ids, **given) if is_pair else Request(prompt=ids, **given)
-    ticket = write(model, [request], 4096, "text")[0]
+    ticket = run_requests(model, [request], 4096, "text")[0]
     if ticket.error is not None:
         raise ticket.error
     trace = make_trace(ticket, model, passes.inputs.tokenizer, text=text)

@@ -20,7 +20,7 @@ from clearhead.data import Tokenizer, load_tokenizer
 from clearhead.data.audio import HOP, RATE, load_audio, log_mel
 from clearhead.data.builtin_datasets import digits
 from clearhead.data.images import ImagePreprocessing, read_image, read_preprocessing
-from clearhead.engine.request import Request, start_of
+from clearhead.engine.request import Request, start_token
 from clearhead.errors import InputError, MissingExtraError
 from clearhead.explorer.samples import SAMPLES, draw_shape, sample_sound
 from clearhead.generation.texts import piece_name
@@ -142,7 +142,7 @@ class Inputs:
     def prompt(self, source: Source) -> list[int]:
         """The tokens that a target of an encoder-decoder starts with."""
         assert isinstance(self.model, EncoderDecoder)
-        return list(source.request.prompt) if source.request is not None else [start_of(self.model)]
+        return list(source.request.prompt) if source.request is not None else [start_token(self.model)]
 
     # Pictures.
 

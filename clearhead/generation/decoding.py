@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, overload
 
-from clearhead.engine.batches import Ids, check_least, check_rows, check_shape
+from torch import nn
+
 from clearhead.engine.engine import Engine
-from clearhead.engine.request import Hypothesis, Request, Ticket, n_source, start_of
+from clearhead.engine.request import Request, Ticket, check_at_least, start_token
 from clearhead.errors import InputError
-from clearhead.generation.engines import check_done, forget_engine, make_engine, stepping
+from clearhead.generation.engines import eval_step, make_engine, raise_failure, reuse_engine
 from clearhead.models import Decoder, EncoderDecoder
+from clearhead.sampling.beam_search import Hypothesis
 from clearhead.sampling.grammar import Grammar
 from clearhead.sampling.strategy import Strategy
+from clearhead.sampling.token_ids import Ids, check_rows
 
 
 @overload
@@ -46,7 +48,7 @@ def generate(
     before any option. An empty prompt is the model's bos, where it has one.
     """
     check_shape(model, "decoder")
-    check_least(max_new_tokens, 1, "max_new_tokens")
+    check_at_least(max_new_tokens, 1, "max_new_tokens")
     strategy = Strategy.of(options)
     rows = check_rows(prompts, model.config.vocab_size, "prompt")
     seeds = [seed + place for place in range(len(rows))] if isinstance(seed, int) else list(seed)
@@ -58,7 +60,7 @@ def generate(
     requests = [
         Request(prompt=row, seed=each, scored=return_scores, **common) for row, each in zip(rows, seeds, strict=True)
     ]
-    tickets = write(model, requests, batch_tokens, "prompt")
+    tickets = run_requests(model, requests, batch_tokens, "prompt")
     if error := next((ticket.error for ticket in tickets if ticket.error), None):
         raise error
     found = [ticket.hypotheses[0] for ticket in tickets]
@@ -86,11 +88,11 @@ def stream(
 
 
 def _follow(engine: Engine, ticket: Ticket) -> Iterator[int]:
-    step = stepping(engine)
+    step = eval_step(engine)
     try:
         while engine.is_busy:
             yield from (token.id for _, token in step() if token is not None)
-        check_done(ticket)
+        raise_failure(ticket)
     finally:
         engine.cancel(ticket)
 
@@ -134,14 +136,14 @@ def translate(
                 f"beam search takes the likeliest and draws nothing; got {name}={options[name]}; leave it out"
             )
     strategy = Strategy.of(options)
-    check_least(beams, 1, "beams")
-    check_least(n_best, 1, "n_best")
+    check_at_least(beams, 1, "beams")
+    check_at_least(n_best, 1, "n_best")
     if n_best > (beams if return_scores else 1):
         raise InputError(
             f"a search finds as many texts as it has beams, and tells with return_scores=True; got n_best={n_best}, "
             f"beams={beams}, return_scores={return_scores}; change one of them"
         )
-    start_of(model)
+    start_token(model)
     rows = check_rows(sources, model.config.source_vocab_size or model.config.vocab_size, "source")
     common: dict[str, Any] = dict(beams=beams, length_penalty=float(length_penalty), early_stopping=early_stopping)
     common |= dict(n_best=n_best, eos=eos, strategy=strategy, grammar=grammar, scored=return_scores)
@@ -149,7 +151,7 @@ def translate(
         Request(source=row, max_new_tokens=_limit(row, place, max_new_tokens, model), **common)
         for place, row in enumerate(rows)
     ]
-    found = [ticket.hypotheses for ticket in write(model, requests, batch_tokens, "source")]
+    found = [ticket.hypotheses for ticket in run_requests(model, requests, batch_tokens, "source")]
     if not all(found):
         raise InputError(
             f"source {found.index([])} has no text: no token's score is a number; got NaN logits, or every token forbidden; "
@@ -158,20 +160,32 @@ def translate(
     return found if return_scores else [hypotheses[0].tokens for hypotheses in found]
 
 
-def write(model: Decoder | EncoderDecoder, requests: Sequence[Request], batch_tokens: int, what: str) -> list[Ticket]:
-    """All of these, the longest first: what does not fit in memory fails at once, and those read together are alike."""
-    check_least(batch_tokens, 1, "batch_tokens")
+def run_requests(
+    model: Decoder | EncoderDecoder, requests: Sequence[Request], batch_tokens: int, what: str
+) -> list[Ticket]:
+    """The requests' tickets, done, in the same order. Errors call the prompts or sources `what` 0, `what` 1 and so on.
+
+    The longest start first: if one does not fit in memory, that shows at once, and those computed together are about as long.
+    """
+    check_at_least(batch_tokens, 1, "batch_tokens")
     if not requests:
         return []
-    engine = make_engine(model, requests, batch_tokens, keep=True)
-    try:
+    with reuse_engine(model, requests, batch_tokens) as engine:
         tickets = [engine.submit(request, f"{what} {place}") for place, request in enumerate(requests)]
-        engine.waiting = deque(sorted(engine.waiting, key=lambda one: -len(one[1]) - n_source(one[0].request.source)))
+        engine.scheduler.sort_longest_first()
         engine.run()
-    except BaseException:  # also Ctrl-C: what was half done is not for the next call
-        forget_engine(model)
-        raise
     return tickets
+
+
+def check_shape(model: nn.Module, shape: str) -> None:
+    """InputError unless the model has this shape, and reads tokens."""
+    config = getattr(model, "config", None)
+    found, inputs = getattr(config, "shape", type(model).__name__), getattr(config, "inputs", None)
+    if (found, inputs) != (shape, "tokens"):
+        raise InputError(
+            f"this takes a model of shape={shape!r} over tokens; got shape={found!r}, inputs={inputs!r}; "
+            f"generate is for decoders, translate for encoder-decoders"
+        )
 
 
 def _limit(source: list[int], place: int, max_new_tokens: int | None, model: EncoderDecoder) -> int:
@@ -184,7 +198,7 @@ def _limit(source: list[int], place: int, max_new_tokens: int | None, model: Enc
         )
     if max_new_tokens is None:
         return min(2 * len(source) + 20, max_len)
-    check_least(max_new_tokens, 1, "max_new_tokens")
+    check_at_least(max_new_tokens, 1, "max_new_tokens")
     if max_new_tokens > max_len:
         raise InputError(f"max_new_tokens={max_new_tokens} is more than the model's max_len={max_len}; lower it")
     return max_new_tokens

@@ -1,84 +1,103 @@
-"""Engines for those who call them here: made large enough, kept where that pays, and stepped without dropout."""
+"""Engines for calls that bring none: large enough for their requests, and on a GPU with a runner that the next call reuses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 
-from clearhead.engine.batches import evaluating
-from clearhead.engine.engine import BLOCK, Engine, News
-from clearhead.engine.request import Request, Ticket, n_source
+from clearhead.engine.allocator import BLOCK_SIZE
+from clearhead.engine.engine import Engine
+from clearhead.engine.outputs import StepOutput
+from clearhead.engine.request import Request, Ticket, source_length
+from clearhead.engine.runner import ModelRunner, eval_mode
 from clearhead.models import Decoder, EncoderDecoder
 
 MAX_ROWS = 1024  # texts at once
+MIN_KEPT_ROWS = 64  # of a runner that is kept, so that a second call with more prompts can use it too
 BATCH_TOKENS = 16_384
 
 
-class Kept:
-    """A model's engine for the next call: what it has recorded on a GPU took time. A copy of the model has none."""
+@dataclass
+class KeptRunner:
+    """A runner for the model's next call, and where the weights lay that its CUDA graphs read."""
 
-    def __init__(self, engine: Engine, weights: list[int]) -> None:
-        self.engine, self.weights = engine, weights
+    runner: ModelRunner
+    weights: list[int]
 
-    def __deepcopy__(self, _: object) -> None: ...
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
+# Runners of earlier calls, by model: to record CUDA graphs takes longer than a short text. They belong to this room and not to
+# the model, so a copy of the model has none. A runner holds its model weakly, so that this dict keeps no model alive.
+_KEPT: WeakKeyDictionary[Decoder | EncoderDecoder, KeptRunner] = WeakKeyDictionary()
 
 
 def make_engine(
-    model: Decoder | EncoderDecoder,
-    requests: Sequence[Request],
-    batch_tokens: int = BATCH_TOKENS,
-    *,
-    keep: bool = False,
+    model: Decoder | EncoderDecoder, requests: Sequence[Request], batch_tokens: int = BATCH_TOKENS
 ) -> Engine:
-    """An engine for these requests, with memory for all of them or for `batch_tokens`, but at least for any of them.
+    """A new engine with memory for all of these requests or for `batch_tokens`, but at least for each one of them."""
+    max_tokens, max_rows = _size(requests, batch_tokens)
+    return Engine(model, max_tokens=max_tokens, max_rows=max_rows, prefixes=False)
 
-    `keep` is for callers who write everything before they return: on a GPU the model's last such engine is used again.
+
+@contextmanager
+def reuse_engine(
+    model: Decoder | EncoderDecoder, requests: Sequence[Request], batch_tokens: int = BATCH_TOKENS
+) -> Generator[Engine]:
+    """`make_engine`, for callers that run all requests to their end. On a GPU the runner is kept for the model's next call.
+
+    While it is in use it is not in the dict: a second thread makes a runner of its own, and one that was interrupted (by an
+    exception, or Ctrl-C) is not used again.
     """
-    each = [_tokens(request) for request in requests] or [1]
-    max_tokens = max(*each, min(sum(each), batch_tokens))
-    beams = [request.beams for request in requests] or [1]
-    max_rows = max(*beams, min(sum(beams), MAX_ROWS))
-    if not keep or next(model.parameters()).device.type != "cuda" or torch.is_autocast_enabled("cuda"):
-        return Engine(model, max_tokens=max_tokens, max_rows=max_rows, prefixes=False)
+    if not _keeps_runner(model):
+        yield make_engine(model, requests, batch_tokens)
+        return
+    max_tokens, max_rows = _size(requests, batch_tokens)
     weights = [weight.data_ptr() for weight in model.parameters()]
-    kept: Kept | None = model.__dict__.get("_kept_engine")
-    if kept is not None and kept.weights == weights:
-        engine = kept.engine
-        if engine.max_rows >= max_rows and (engine.blocks.n_blocks - 1) * BLOCK >= max_tokens:
-            return engine
-    forget_engine(model)  # its memory is free before the next one's is taken
-    engine = Engine(model, max_tokens=max_tokens, max_rows=max(max_rows, 64), prefixes=False)
-    model.__dict__["_kept_engine"] = Kept(engine, weights)
-    return engine
+    kept = _KEPT.pop(model, None)
+    runner = None if kept is None or kept.weights != weights else kept.runner
+    if runner is not None and runner.max_rows >= max_rows and (runner.n_blocks - 1) * BLOCK_SIZE >= max_tokens:
+        engine = Engine(model, prefixes=False, runner=runner)
+    else:
+        del kept, runner  # free its memory before the next one's is allocated
+        engine = Engine(model, max_tokens=max_tokens, max_rows=max(max_rows, MIN_KEPT_ROWS), prefixes=False)
+    yield engine
+    _KEPT[model] = KeptRunner(engine.runner, weights)
 
 
-def forget_engine(model: Decoder | EncoderDecoder) -> None:
-    model.__dict__["_kept_engine"] = None
+def _keeps_runner(model: Decoder | EncoderDecoder) -> bool:
+    """Only CUDA graphs make it pay. Under autocast the cache has another type."""
+    return next(model.parameters()).device.type == "cuda" and not torch.is_autocast_enabled("cuda")
 
 
-def _tokens(request: Request) -> int:
+def _size(requests: Sequence[Request], batch_tokens: int) -> tuple[int, int]:
+    """The tokens of memory, and the rows, that these requests can use."""
+    tokens = [_max_tokens(request) for request in requests] or [1]
+    rows = [request.beams for request in requests] or [1]
+    return max(*tokens, min(sum(tokens), batch_tokens)), max(*rows, min(sum(rows), MAX_ROWS))
+
+
+def _max_tokens(request: Request) -> int:
     """The most that a request may hold, with blocks that are not full."""
-    text = len(request.prompt) + 1 + request.max_new_tokens + BLOCK
-    return n_source(request.source) + BLOCK + request.beams * text
+    text = len(request.prompt) + 1 + request.max_new_tokens + BLOCK_SIZE
+    return source_length(request.source) + BLOCK_SIZE + request.beams * text
 
 
-def check_done(ticket: Ticket) -> None:
-    """A text that could not be written is an error here."""
+def raise_failure(ticket: Ticket) -> None:
+    """Raise the error of a request that failed."""
     if ticket.error is not None:
         raise ticket.error
 
 
-def stepping(engine: Engine) -> Callable[[], News]:
-    """The engine's step, without dropout; a model that is being trained is in training again between steps."""
+def eval_step(engine: Engine) -> Callable[[], StepOutput]:
+    """The engine's step without dropout. A model that is being trained is in its training mode again between steps."""
     if not any(module.training for module in engine.model.modules()):
         return engine.step
 
-    def step() -> News:
-        with evaluating(engine.model):
+    def step() -> StepOutput:
+        with eval_mode(engine.model):
             return engine.step()
 
     return step

@@ -8,11 +8,12 @@ from itertools import islice
 from typing import Any, Literal
 
 from clearhead.data.tokenizer import BYTE_PIECE, Tokenizer
-from clearhead.engine.batches import check_least, check_shape
 from clearhead.engine.engine import Engine
-from clearhead.engine.request import Request, Ticket, Token, n_source
+from clearhead.engine.outputs import stop_overlap
+from clearhead.engine.request import Request, Ticket, Token, check_at_least, source_length
 from clearhead.errors import InputError, did_you_mean
-from clearhead.generation.engines import BATCH_TOKENS, check_done, make_engine, stepping
+from clearhead.generation.decoding import check_shape
+from clearhead.generation.engines import BATCH_TOKENS, eval_step, make_engine, raise_failure
 from clearhead.models import Decoder, EncoderDecoder
 from clearhead.sampling.grammar import Grammar, Schema
 from clearhead.sampling.strategy import Strategy
@@ -50,10 +51,10 @@ def write_texts(
     tickets = [engine.submit(request, f"prompt {place}") for place, request in enumerate(requests)]
     streams = {id(ticket): stream_of(ticket.request, tokenizer, stop) for ticket in tickets}
     written = dict.fromkeys(streams, "")
-    step = stepping(engine)
+    step = eval_step(engine)
     while engine.is_busy:
         for ticket, token in step():
-            check_done(ticket)
+            raise_failure(ticket)
             stream = streams[id(ticket)]
             written[id(ticket)] += stream.finish() if token is None else stream.push(token.id)
             if stream.stop is not None:
@@ -101,7 +102,7 @@ def make_request(
     bos. `options` are the fields of `Strategy`. Stops that are special tokens are the engine's; the others are left to a
     `StoppingStream`.
     """
-    check_least(max_new_tokens, 1, "max_new_tokens")
+    check_at_least(max_new_tokens, 1, "max_new_tokens")
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     return Request(
         prompt=fit(ids, model, max_new_tokens, truncate),
@@ -233,7 +234,7 @@ class StoppingStream:
             _, certain, self.stop = met
             self._held = ""
             return held[:certain]
-        certain = len(held) - max((_overlap(held, stop) for stop in self._stops), default=0)
+        certain = len(held) - max((stop_overlap(held, stop) for stop in self._stops), default=0)
         self._held = held[certain:]
         return held[:certain]
 
@@ -243,17 +244,12 @@ def _is_text(tokenizer: Tokenizer, id: int) -> bool:
     return bool(text.strip()) and "\ufffd" not in text and not BYTE_PIECE.fullmatch(tokenizer.token(id))
 
 
-def _overlap(text: str, stop: str) -> int:
-    """How many of a text's last characters a stop may begin with."""
-    return max(n for n in range(min(len(stop), len(text) + 1)) if text.endswith(stop[:n]))
-
-
 def follow(engine: Engine, ticket: Ticket, stream: StoppingStream) -> Iterator[tuple[Token | None, str]]:
     """Each new token of a request with the text that is certain with it; last, None with the rest.
 
     Closed early, it cancels the request. The engine has no other request meanwhile.
     """
-    step = stepping(engine)
+    step = eval_step(engine)
     try:
         while not ticket.is_done:
             for _, token in step():
@@ -261,7 +257,7 @@ def follow(engine: Engine, ticket: Ticket, stream: StoppingStream) -> Iterator[t
                     yield token, stream.push(token.id)
             if stream.stop is not None:
                 return
-        check_done(ticket)
+        raise_failure(ticket)
         yield None, stream.finish()
     finally:
         engine.cancel(ticket)
@@ -273,7 +269,7 @@ def in_order(engine: Engine, requests: Iterable[Request], at_once: int = AT_ONCE
     Requests are taken `at_once` at a time, when fewer than that are under way, and handed on by length: those that are read
     together are alike. One that takes long holds up at most four times as many behind it.
     """
-    coming, tickets, more, step = iter(requests), deque[Ticket](), True, stepping(engine)
+    coming, tickets, more, step = iter(requests), deque[Ticket](), True, eval_step(engine)
     while more or tickets:
         under_way = sum(not ticket.is_done for ticket in tickets)
         if more and under_way < at_once and len(tickets) <= 4 * at_once:
@@ -283,11 +279,11 @@ def in_order(engine: Engine, requests: Iterable[Request], at_once: int = AT_ONCE
             made = {at: engine.submit(chunk[at]) for at in longest_first}
             tickets.extend(made[at] for at in range(len(chunk)))
         while tickets and tickets[0].is_done:
-            check_done(tickets[0])
+            raise_failure(tickets[0])
             yield tickets.popleft()
         if tickets:
             step()
 
 
 def _length(request: Request) -> int:
-    return len(request.prompt) + n_source(request.source)
+    return len(request.prompt) + source_length(request.source)

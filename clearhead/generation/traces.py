@@ -39,8 +39,8 @@ from rich.text import Text
 from torch import Tensor
 
 from clearhead.data.tokenizer import Tokenizer
-from clearhead.engine.batches import evaluating
-from clearhead.engine.request import Ticket, start_of
+from clearhead.engine.request import Ticket, start_token
+from clearhead.engine.runner import eval_mode
 from clearhead.errors import InputError
 from clearhead.generation.texts import piece_name
 from clearhead.inside.heatmap import heat_map
@@ -98,7 +98,7 @@ def make_trace(
         source = {"text": text, "ids": ids, "tokens": [piece_name(tokenizer, id) for id in ids]}
         layer = range(model.config.n_decoder_layers)[layer]
         attention = {"layer": layer, "heads": "mean"}
-        _look(model, ids, list(request.prompt) or [start_of(model)], steps, layer)
+        _look(model, ids, list(request.prompt) or [start_token(model)], steps, layer)
     worst = _final(ranked[request.beams - 1], request.length_penalty) if len(ranked) >= request.beams else -math.inf
     return {
         "format": FORMAT,
@@ -138,7 +138,7 @@ def _look(model: EncoderDecoder, source: list[int], prompt: list[int], steps: li
     """Where the model looked while it chose each token that was kept: each text that went no further is read once more."""
     site, device = f"decoder.blocks.{layer}.cross.weights", next(model.parameters()).device
     tips = [node for step in steps for node in step if node.candidate.fate != "dropped" and not node.children]
-    with evaluating(model):
+    with eval_mode(model):
         memory = model.encode(torch.tensor([source], device=device))
         for first in range(0, len(tips), AT_ONCE):
             some = tips[first : first + AT_ONCE]

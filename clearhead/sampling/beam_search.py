@@ -1,4 +1,7 @@
-"""Beam search: which texts go on, step by step, for many requests at once. Memory and model are the engine's."""
+"""Beam search over candidates: which beams continue, which end, and when a search is over, for many requests at once.
+
+It works on logits, ids and scores alone. Blocks of memory and the model belong to the engine.
+"""
 
 from __future__ import annotations
 
@@ -14,104 +17,132 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from clearhead import kernels
-from clearhead.engine.batches import send, widen
-from clearhead.engine.request import Hypothesis, Request, Ticket
 from clearhead.errors import InputError
 from clearhead.layers.masks import ABSENT
-from clearhead.sampling.strategy import Shaper
+from clearhead.sampling.logits_processors import LogitsProcessor, upcast
+from clearhead.sampling.token_ids import pad
 
 Rows = slice | NDArray[np.int64]
+MAX_DEVICE_CANDIDATES = 32  # as many as the GPU's top-k kernel returns
 
 
 @dataclass(frozen=True)
-class Search:
-    """How to search: requests that agree in this are searched together."""
+class Hypothesis:
+    """One text and its score.
+
+    `tokens` are the new ids, without the one that ended them. `score` is the sum of their log-probabilities, the end's
+    included; of a beam search or an encoder-decoder it is divided by length**length_penalty. `finished`: the text ended by
+    itself, and was not cut by its limit.
+    """
+
+    tokens: list[int]
+    score: float
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One continuation considered by a step of a search: a token after a beam, the score with it, and its fate."""
+
+    token: int
+    parent: int
+    score: float
+    fate: Literal["kept", "finished", "dropped"]
+    beam: int | None  # if kept: the number of the new beam
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """How to search. Requests with equal params are searched together."""
 
     beams: int
     length_penalty: float
     early_stopping: bool | Literal["never"]
-    shaper: Shaper
-
-    @classmethod
-    def of(cls, request: Request, shaper: Shaper) -> Search:
-        return cls(request.beams, request.length_penalty, request.early_stopping, shaper)
-
-    @property
-    def n_candidates(self) -> int:
-        """Of so many of each beam, all that matter are among them, and K go on even if the best of each are ends."""
-        return max(2, 1 + len(self.shaper.ends)) * self.beams
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the model's own probabilities are all that it looks at: then a GPU can go on without the CPU."""
-        return self.shaper.is_plain and self.n_candidates <= min(32, self.shaper.vocab_size)
+    processor: LogitsProcessor
 
     def __post_init__(self) -> None:
-        vocab_size = self.shaper.vocab_size
-        if self.beams + len(self.shaper.ends) > vocab_size:
+        vocab_size = self.processor.vocab_size
+        if self.beams + len(self.processor.ends) > vocab_size:
             raise InputError(
                 f"{self.beams} beams need as many tokens to go on with; got vocab_size={vocab_size}; take fewer"
             )
 
+    @property
+    def n_candidates(self) -> int:
+        """Candidates considered for each beam, and for each request. Even if every beam's best are ends, K others remain."""
+        return max(2, 1 + len(self.processor.ends)) * self.beams
+
+    @property
+    def fits_device(self) -> bool:
+        """Whether the model's own probabilities decide everything: then the device extends the beams without the CPU."""
+        fewest = min(MAX_DEVICE_CANDIDATES, self.processor.vocab_size)
+        return self.processor.is_identity and self.n_candidates <= fewest
+
 
 class Beams:
-    """The running and the finished texts of some requests, and their scores, best first; -inf where there is none.
+    """The running beams and the finished texts of B requests, best first; a score of -inf means that there is no beam.
 
-    Requests start with one text, their prompt, that all beams share: at that step all but the first have a score of -inf. What
-    the model says of each token stays on its device; of each beam only the likeliest few come here.
+    All K beams of a request start from its prompt: at the first step all but the first have a score of -inf. Logits stay on
+    their device; only each beam's likeliest candidates come to the CPU. `limits` are the requests' max_new_tokens. `traces`
+    has a list for each request whose steps are to be recorded, else None.
     """
 
     def __init__(
-        self, search: Search, tickets: Sequence[Ticket], prompts: Sequence[list[int]], dtype: torch.dtype
+        self,
+        params: BeamSearchParams,
+        prompts: Sequence[list[int]],
+        limits: Sequence[int],
+        dtype: torch.dtype,
+        traces: Sequence[list[list[Candidate]] | None],
     ) -> None:
-        B, K = len(tickets), search.beams
-        self.search, self.tickets, self.prompts = search, list(tickets), list(prompts)
-        self.limits = np.array([ticket.request.max_new_tokens for ticket in tickets])
+        B, K = len(prompts), params.beams
+        self.params, self.prompts, self.traces = params, list(prompts), list(traces)
+        self.limits = np.array(limits)
         self.steps = np.zeros_like(self.limits)  # tokens written so far
         self.is_open = np.ones(B, bool)
-        self.texts = np.zeros((B, K, self.limits.max()), np.int64)
+        self.tokens = np.zeros((B, K, self.limits.max()), np.int64)
         self.scores = np.full((B, K), -math.inf, np.float64 if dtype == torch.float64 else np.float32)
         self.scores[:, 0] = 0.0
-        self.done: list[list[Hypothesis]] = [[] for _ in tickets]
-        self.worst = np.full(B, -math.inf)  # score of K finished texts; -inf: there are fewer
-        self.is_traced = any(ticket.request.trace for ticket in tickets)
+        self.finished: list[list[Hypothesis]] = [[] for _ in prompts]
+        self.worst = np.full(B, -math.inf)  # the lowest score of K finished texts; -inf: there are fewer than K
+        self.is_traced = any(trace is not None for trace in traces)
 
     def candidates(
         self, logits: Float[Tensor, "n V"], allowed: Bool[Tensor, "n V"] | None = None
     ) -> tuple[Float[np.ndarray, "B K k"], Int[np.ndarray, "B K k"]]:
-        """Each beam's likeliest next tokens, under the strategy, the checkpoint's rules, and a grammar's: log-probability, id."""
-        (B, K), shaper = self.scores.shape, self.search.shaper
-        n = min(self.search.n_candidates, logits.shape[1])
-        if self.search.is_plain and allowed is None:
-            best = likeliest(logits, n)
+        """Log-probabilities and ids of each beam's likeliest next tokens, after the logits processor and a grammar's mask."""
+        (B, K), processor = self.scores.shape, self.params.processor
+        n = min(self.params.n_candidates, logits.shape[1])
+        if self.params.fits_device and allowed is None:
+            best = top_log_probs(logits, n)
         else:
-            facts = np.array([[len(prompt) for prompt in self.prompts], self.steps, self.limits])
-            n_prompt, steps, limits = send(facts.repeat(K, 1), logits.device)
-            history = self._history(logits.device) if shaper.looks_back else None
-            log_probs = shaper(widen(logits).log_softmax(-1), history, n_prompt, steps, limits, in_place=True)
+            facts = np.array([[len(prompt) for prompt in self.prompts], self.steps, self.limits]).repeat(K, 1)
+            n_prompt, steps, limits = torch.from_numpy(facts).to(logits.device)
+            history = self._history().to(logits.device) if processor.needs_history else None
+            log_probs = processor(upcast(logits).log_softmax(-1), history, n_prompt, steps, limits, in_place=True)
             if allowed is not None:
                 log_probs = log_probs.masked_fill(~allowed, -math.inf)
             best = log_probs.topk(n)
         values, ids = (each.cpu().numpy().reshape(B, K, n) for each in best)
         return values, ids
 
-    def _history(self, device: torch.device) -> Int[Tensor, "n L"]:
+    def _history(self) -> Int[Tensor, "n L"]:
         """Each beam's prompt and text, then ABSENT."""
         rows = [
-            [*prompt, *text[:step]]
-            for prompt, texts, step in zip(self.prompts, self.texts.tolist(), self.steps.tolist(), strict=True)
-            for text in texts
+            [*prompt, *tokens[:step]]
+            for prompt, beams, step in zip(self.prompts, self.tokens.tolist(), self.steps.tolist(), strict=True)
+            for tokens in beams
         ]
-        return lay_out(rows, device)
+        return torch.from_numpy(pad(rows, ABSENT)[0])
 
     def extend(
         self, values: Float[np.ndarray, "B K k"], ids: Int[np.ndarray, "B K k"]
     ) -> tuple[Int[np.ndarray, "B K"], Int[np.ndarray, "B K"]]:
-        """One step with these candidates: each running beam's new token, and the beam of its request that it goes on from."""
-        every = (values + self.scores[..., None]).reshape(len(values), -1)
-        at = np.argsort(-every, axis=1, kind="stable")[:, : self.search.n_candidates]
+        """One step with these candidates: each new beam's token, and its parent, the beam of its request that it extends."""
+        totals = (values + self.scores[..., None]).reshape(len(values), -1)
+        at = np.argsort(-totals, axis=1, kind="stable")[:, : self.params.n_candidates]
         tokens = np.take_along_axis(ids.reshape(len(ids), -1), at, 1)
-        return self.advance(slice(None), np.take_along_axis(every, at, 1), tokens, at // values.shape[2])
+        return self.advance(slice(None), np.take_along_axis(totals, at, 1), tokens, at // values.shape[2])
 
     def advance(
         self,
@@ -120,67 +151,66 @@ class Beams:
         tokens: Int[np.ndarray, "b n"],
         parents: Int[np.ndarray, "b n"],
     ) -> tuple[Int[np.ndarray, "b K"], Int[np.ndarray, "b K"]]:
-        """The same for some requests, with the candidates of all their beams, best first."""
-        K, steps, limits = self.search.beams, self.steps[rows], self.limits[rows]
-        length, is_open, ends = steps + 1, self.is_open[rows], self.search.shaper.ends
+        """`extend` for some requests, from the best candidates of all their beams, best first."""
+        K, steps, limits = self.params.beams, self.steps[rows], self.limits[rows]
+        length, is_open, ends = steps + 1, self.is_open[rows], self.params.processor.ends
         is_end = np.broadcast_to((limits <= length)[:, None], scores.shape)
         if ends:
             is_end = is_end | np.isin(tokens, ends)
 
-        # Only the first K may finish: those after them are there to go on.
+        # Only the first K may finish. The others are there to replace them as running beams.
         finished = is_end & is_open[:, None] & (np.arange(scores.shape[1]) < K) & (scores > -math.inf)
-        numbers = np.arange(len(self.tickets))[rows]
+        numbers = np.arange(len(self.prompts))[rows]
         for row in np.flatnonzero(finished.any(1)).tolist():
             places = np.flatnonzero(finished[row])
-            those = (each[row, places].tolist() for each in (parents, tokens, scores))
-            self._finish(int(numbers[row]), *those)
+            self._finish(int(numbers[row]), *(each[row, places].tolist() for each in (parents, tokens, scores)))
 
-        going, left = np.broadcast_to(np.arange(K), (len(numbers), K)), scores  # those that do not end, best first
+        kept, left = np.broadcast_to(np.arange(K), (len(numbers), K)), scores  # the K best that do not end
         if is_end.any():
-            going = np.argsort(is_end, axis=1, kind="stable")[:, :K]
+            kept = np.argsort(is_end, axis=1, kind="stable")[:, :K]
             left = np.where(is_end, -math.inf, scores)
-        after = np.take_along_axis(left, going, 1).astype(self.scores.dtype)
+        after = np.take_along_axis(left, kept, 1).astype(self.scores.dtype)
         if self.is_traced:
-            self._trace(numbers, scores, tokens, parents, finished, going, after)
-        tokens, parents = np.take_along_axis(tokens, going, 1), np.take_along_axis(parents, going, 1)
+            self._trace(numbers, scores, tokens, parents, finished, kept, after)
+        tokens, parents = np.take_along_axis(tokens, kept, 1), np.take_along_axis(parents, kept, 1)
         longest = int(length.max())
-        texts = self.texts[numbers[:, None], parents, :longest]
-        texts[np.arange(len(numbers)), :, steps] = tokens
-        self.texts[rows, :, :longest], self.scores[rows], self.steps[rows] = texts, after, length
+        written = self.tokens[numbers[:, None], parents, :longest]
+        written[np.arange(len(numbers)), :, steps] = tokens
+        self.tokens[rows, :, :longest], self.scores[rows], self.steps[rows] = written, after, length
         self.is_open[rows] = is_open & self._can_improve(numbers) & (limits > length) & (after[:, 0] > -math.inf)
         return tokens, parents
 
     def _finish(self, row: int, parents: list[int], tokens: list[int], totals: list[float]) -> None:
-        """Texts are over: they join their request's K best, after those as good."""
-        length, ends = int(self.steps[row]) + 1, self.search.shaper.ends
-        done, texts = self.done[row], self.texts[row, :, : length - 1].tolist()
+        """Add finished texts to a request's K best; among equal scores the earlier come first."""
+        length, ends = int(self.steps[row]) + 1, self.params.processor.ends
+        finished, written = self.finished[row], self.tokens[row, :, : length - 1].tolist()
         for parent, token, total in zip(parents, tokens, totals, strict=True):
-            ended = token in ends
-            text = texts[parent] if ended else [*texts[parent], token]
-            done.append(Hypothesis(text, total / length**self.search.length_penalty, ended))
-        done.sort(key=lambda one: -one.score)
-        del done[self.search.beams :]
-        if len(done) == self.search.beams:
-            self.worst[row] = done[-1].score
+            is_end = token in ends
+            ids = written[parent] if is_end else [*written[parent], token]
+            finished.append(Hypothesis(ids, total / length**self.params.length_penalty, is_end))
+        finished.sort(key=lambda one: -one.score)
+        del finished[self.params.beams :]
+        if len(finished) == self.params.beams:
+            self.worst[row] = finished[-1].score
 
     def _can_improve(self, rows: NDArray[np.int64]) -> Bool[np.ndarray, " b"]:
-        """Where a running beam may still come before a finished one; transformers' rule, so that both find the same."""
-        early, penalty, worst = self.search.early_stopping, self.search.length_penalty, self.worst[rows]
+        """Whether a running beam may still beat a finished text; the rule of transformers, so that both find the same texts."""
+        early, penalty, worst = self.params.early_stopping, self.params.length_penalty, self.worst[rows]
         if early is True:
             return worst == -math.inf
         length = (self.limits if early == "never" and penalty > 0 else self.steps)[rows]
         return self.scores[rows, 0] / length.astype(self.scores.dtype) ** penalty > worst
 
     def _trace(
-        self, numbers: Any, scores: Any, tokens: Any, parents: Any, finished: Any, going: Any, after: Any
+        self, numbers: Any, scores: Any, tokens: Any, parents: Any, finished: Any, kept: Any, after: Any
     ) -> None:
-        """Keep what this step looked at, and what became of it."""
+        """Record this step's candidates, and the fate of each."""
         for row, number in enumerate(numbers.tolist()):
-            ticket = self.tickets[number]
-            if ticket.request.trace and self.is_open[number]:
-                beams = {at: beam for beam, at in enumerate(going[row].tolist()) if after[row, beam] > -math.inf}
+            trace = self.traces[number]
+            if trace is not None and self.is_open[number]:
+                beams = {at: beam for beam, at in enumerate(kept[row].tolist()) if after[row, beam] > -math.inf}
                 each = zip(*(t[row].tolist() for t in (tokens, parents, scores, finished)), strict=True)
-                ticket.trace.append(
+                trace.append(
                     [
                         Candidate(token, parent, score, "finished", None)
                         if ended
@@ -190,73 +220,55 @@ class Beams:
                 )
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Only these requests stay."""
+        """Keep only these requests, in this order."""
         at = np.array(rows, np.int64)
-        for name in ("tickets", "prompts", "done"):
+        for name in ("prompts", "traces", "finished"):
             setattr(self, name, [getattr(self, name)[row] for row in rows])
-        for name in ("limits", "steps", "is_open", "texts", "scores", "worst"):
+        for name in ("limits", "steps", "is_open", "tokens", "scores", "worst"):
             setattr(self, name, getattr(self, name)[at])
 
-    def merge(self, other: Beams) -> Beams:
-        """The other's requests after these."""
+    def merge(self, other: Beams) -> None:
+        """Append the other's requests."""
         self.is_traced |= other.is_traced
-        longest = max(self.texts.shape[-1], other.texts.shape[-1])
+        longest = max(self.tokens.shape[-1], other.tokens.shape[-1])
         for beams in (self, other):
-            beams.texts = np.pad(beams.texts, ((0, 0), (0, 0), (0, longest - beams.texts.shape[-1])))
-        for name in ("tickets", "prompts", "done"):
+            beams.tokens = np.pad(beams.tokens, ((0, 0), (0, 0), (0, longest - beams.tokens.shape[-1])))
+        for name in ("prompts", "traces", "finished"):
             setattr(self, name, [*getattr(self, name), *getattr(other, name)])
-        for name in ("limits", "steps", "is_open", "texts", "scores", "worst"):
+        for name in ("limits", "steps", "is_open", "tokens", "scores", "worst"):
             setattr(self, name, np.concatenate([getattr(self, name), getattr(other, name)]))
-        return self
 
 
-def likeliest(logits: Float[Tensor, "R V"], n: int) -> tuple[Float[Tensor, "R n"], Int[Tensor, "R n"]]:
-    """Each row's n likeliest tokens: log-probability, id."""
+def top_log_probs(logits: Float[Tensor, "R V"], n: int) -> tuple[Float[Tensor, "R n"], Int[Tensor, "R n"]]:
+    """Each row's n likeliest tokens: log-probabilities and ids."""
     best = kernels.top_log_probs(logits, n)
     if best is not None:
         return best
-    values, ids = widen(logits).log_softmax(-1).topk(n)
+    values, ids = upcast(logits).log_softmax(-1).topk(n)
     return values, ids
 
 
-def go_on(
+def extend_on_device(
     values: Float[Tensor, "B K n"], ids: Int[Tensor, "B K n"], scores: Float[Tensor, "B K"], ends: tuple[int, ...]
 ) -> tuple[Float[Tensor, "B K"], Int[Tensor, "B K"], Int[Tensor, "B K"], Int[Tensor, "3 B n"]]:
-    """`Beams.extend` where the numbers are, for a search that is plain: the beams' new scores, tokens and parents.
+    """`Beams.extend` on the logits' device, for params with `fits_device`: the new beams' scores, tokens and parents.
 
-    Last come the candidates of all beams, best first: scores (their bits), tokens and parents, for `Beams.advance`.
+    Last come the best candidates of all beams, best first, for `Beams.advance`: the bits of their scores, tokens and parents.
     """
     K, n = scores.shape[1], values.shape[2]
-    every = (values + scores[..., None]).flatten(1)
-    # NaN comes last, as it does in numpy.
-    best, at = every.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).sort(
+    totals = (values + scores[..., None]).flatten(1)
+    # NaN is sorted last, as numpy does.
+    best, at = totals.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).sort(
         dim=1, descending=True, stable=True
     )
     best, at = best[:, :n], at[:, :n]
     tokens, parents = ids.flatten(1).gather(1, at), at // n
     bits = torch.int64 if best.dtype == torch.float64 else torch.int32
-    looked_at = torch.stack([best.contiguous().view(bits), tokens.to(bits), parents.to(bits)])
+    candidates = torch.stack([best.contiguous().view(bits), tokens.to(bits), parents.to(bits)])
     if not ends:
-        return best[:, :K], tokens[:, :K], parents[:, :K], looked_at
+        return best[:, :K], tokens[:, :K], parents[:, :K], candidates
     is_end = tokens == ends[0]
     for end in ends[1:]:
         is_end |= tokens == end
-    going = is_end.int().sort(dim=1, stable=True).indices[:, :K]
-    return best.gather(1, going), tokens.gather(1, going), parents.gather(1, going), looked_at
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way on that a step of a search looked at: a token after a beam, the score with it, and what became of it."""
-
-    token: int
-    parent: int
-    score: float
-    fate: Literal["kept", "finished", "dropped"]
-    beam: int | None  # which it became, if kept
-
-
-def lay_out(rows: Sequence[Sequence[int]], device: Any) -> Int[Tensor, "n L"]:
-    """Rows side by side, filled up with ABSENT."""
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *[ABSENT] * (longest - len(row))] for row in rows], device=device)
+    kept = is_end.int().sort(dim=1, stable=True).indices[:, :K]
+    return best.gather(1, kept), tokens.gather(1, kept), parents.gather(1, kept), candidates

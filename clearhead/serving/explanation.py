@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from clearhead.engine.request import n_source, start_of
+from clearhead.engine.request import source_length, start_token
 from clearhead.errors import InputError
 from clearhead.generation import Request, Token
 from clearhead.generation.engines import make_engine
@@ -86,7 +86,7 @@ def _check_size(requests: Sequence[Request], queries: Sequence[AttentionQuery]) 
         raise InputError(f"{MAX_TEXTS} texts may be explained in one request; got {n_texts}; ask for fewer")
     n_weights = 0
     for request in requests:
-        n_new, source = request.max_new_tokens, n_source(request.source)
+        n_new, source = request.max_new_tokens, source_length(request.source)
         n_read = len(request.prompt) + source + n_new
         if n_new > MAX_NEW or n_read > MAX_READ:
             raise InputError(
@@ -117,7 +117,7 @@ class GeneratedText:
         self.stack: Stack
         if isinstance(self.model, EncoderDecoder):
             assert request.source is not None
-            self.prompt = self.prompt or [start_of(self.model)]
+            self.prompt = self.prompt or [start_token(self.model)]
             self.source = [int(id) for id in request.source]
             self.stack, self.place = self.model.decoder, "decoder."
         else:
@@ -229,7 +229,7 @@ def _ablate(text: GeneratedText, states: Tensor, changes: list[Intervention], st
     scores |= {"token_logprobs": plain, "ablated_token_logprobs": ablated}
     yield
     engine = make_engine(text.model, [text.request])
-    engine.is_gpu = False  # no steps ahead: each step calls the model, as `intervene` expects
+    engine.runs_async = False  # no steps ahead: each step calls the model, as `intervene` expects
     ticket = engine.submit(text.request)
     stream = stream_of(text.request, text.tokenizer, stops)
     new_text, ids = "", list[int]()

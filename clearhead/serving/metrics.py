@@ -59,10 +59,10 @@ class Engines(Collector):
         held = GaugeMetricFamily("clearhead_kv_share", "Share of the blocks of memory that are held", labels=["model"])
         for name, worker in self.workers.items():
             if (engine := worker.engine) is not None:
-                waiting.add_metric([name], len(engine.waiting))
-                running.add_metric([name], len(engine.running) + len(engine.reading))
+                waiting.add_metric([name], engine.n_waiting)
+                running.add_metric([name], engine.n_running)
                 steps.add_metric([name], engine.n_steps)
-                held.add_metric([name], engine.blocks.n_held / max(engine.blocks.n_blocks - 1, 1))
+                held.add_metric([name], engine.cache_usage)
         yield from (waiting, running, steps, held)
 
 

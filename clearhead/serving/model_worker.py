@@ -242,7 +242,7 @@ class ModelWorker:
     def _engine_step(self, engine: Engine) -> None:
         deliveries: list[Delivery] = []
         began, new_tokens = time.perf_counter(), engine.step()
-        while len(self._queued) > len(engine.waiting):
+        while len(self._queued) > engine.n_waiting:
             self.on_wait(began - self._queued.popleft().began)
         for ticket, token in new_tokens:
             channel = self._channels.get(id(ticket))
@@ -257,7 +257,7 @@ class ModelWorker:
         try:
             if self.engine is None:
                 raise BrokenError(STOPPING)
-            if len(self.engine.waiting) >= MAX_WAITING:
+            if self.engine.n_waiting >= MAX_WAITING:
                 raise FullError(f"{MAX_WAITING} requests wait already; try again later")
             channel.ticket = self.engine.submit(channel.request)
         except Exception as error:  # concerns this request only: the engine is unchanged
@@ -274,7 +274,6 @@ class ModelWorker:
                 self.engine.cancel(channel.ticket)
                 if channel in self._queued:
                     self._queued.remove(channel)
-                    self.engine.waiting = deque(each for each in self.engine.waiting if each[0] is not channel.ticket)
 
     def _fail(self, error: Exception) -> None:
         for channel in self._channels.values():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from fastapi import APIRouter, Request
 
-from clearhead.engine.request import start_of
+from clearhead.engine.request import start_token
 from clearhead.generation import Request as GenerationRequest
 from clearhead.inside import probe
 from clearhead.models import EncoderDecoder
@@ -76,7 +76,7 @@ def align(worker: ModelWorker, source: list[int], target: list[int]) -> dict[str
     device = next(model.parameters()).device
     site = f"decoder.blocks.{len(model.decoder.layers) - 1}.cross.weights"
     with probe(model, site) as seen:
-        model(torch.tensor([source], device=device), torch.tensor([[start_of(model), *target[:-1]]], device=device))
+        model(torch.tensor([source], device=device), torch.tensor([[start_token(model), *target[:-1]]], device=device))
     names = [[token_name(worker, id) for id in ids] for ids in (source, target)]
     weights = seen[site][0].mean(0)[: len(target)].tolist() if target else []
     return {"source": names[0], "target": names[1], "weights": weights}

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from clearhead.engine import engine
-from clearhead.engine.cuda_graphs import Recordings, padded
-from clearhead.engine.runner import Mirror
+from clearhead.engine.cuda_graphs import CudaGraphs, round_up
+from clearhead.engine.runner import DeviceTables
 from clearhead.generation import Engine, Request, Ticket
 from clearhead.models import Decoder
-from clearhead.sampling.beam_search import Beams, Search, go_on
-from clearhead.sampling.strategy import Shaper, Strategy
+from clearhead.sampling.beam_search import Beams, BeamSearchParams, extend_on_device
+from clearhead.sampling.logits_processors import LogitsProcessor
+from clearhead.sampling.strategy import Strategy
 from tests.engine.test_engine import (
     DTYPES,
     EXACT,
@@ -37,30 +38,32 @@ from tests.generation import test_translate
 ENDINGS: list[list[int]] = [[], [16, 42], [1, 9, 15, 22, 28, 40, 48]]
 
 
-class Unrecorded(Recordings):
-    """Recordings that do the work anew each time, with the promise of `told` checked when a key is new."""
+class Unrecorded(CudaGraphs):
+    """Does the work anew each time; when a key is new, it also runs with zeros in `switch`, as a recording does."""
 
     def __init__(self) -> None:
         self.keys: set[Hashable] = set()
         self.hooks = []
 
-    def run(self, key: Hashable, work: Callable[[], Tensor], *, told: Tensor, kept: Sequence[Tensor] = ()) -> Tensor:
+    def run(
+        self, key: Hashable, work: Callable[[], Tensor], *, switch: Tensor, changed: Sequence[Tensor] = ()
+    ) -> Tensor:
         if key not in self.keys:
             self.keys.add(key)
-            before = [each.clone() for each in (told, *kept)]
-            told.zero_()
+            before = [each.clone() for each in (switch, *changed)]
+            switch.zero_()
             work()
-            for each, was in zip((told, *kept), before, strict=True):
+            for each, was in zip((switch, *changed), before, strict=True):
                 each.copy_(was)
         return work()
 
 
 def on_a_gpu(made: Engine, *, packs: bool = False) -> Engine:
     runner, stack = made.runner, made.model if isinstance(made.model, Decoder) else made.model.decoder
-    made.is_gpu = runner.has_paths = True
+    made.runs_async = runner.has_paths = True
     if stack.positions.bias is None:
-        runner.recordings, runner.mirror = Unrecorded(), Mirror(runner)
-    runner.reader.recordings, runner.reader.packs = None if packs else runner.recordings, packs
+        runner.graphs, runner.device_tables = Unrecorded(), DeviceTables(runner)
+    runner.prompts.graphs, runner.prompts.packs = None if packs else runner.graphs, packs
     return made
 
 
@@ -119,8 +122,8 @@ def test_searches_as_if_alone(name: str) -> None:
     kinds = [4] * 25 + [1] * 8 + [rng.choice([1, 2, 4]) for _ in range(15)]
     requests = [some_plain_request(rng, model, f"request {place}", beams) for place, beams in enumerate(kinds)]
     done = crowd(made, model, requests, rng, within)
-    recordings: Any = made.runner.recordings
-    assert {kind for _, kind, *_ in recordings.keys if isinstance(kind, tuple)}  # some searches ran alone
+    graphs: Any = made.runner.graphs
+    assert {kind for _, kind, *_ in graphs.keys if isinstance(kind, tuple)}  # some searches ran alone
     assert any(hypothesis.finished for ticket in done for hypothesis in ticket.hypotheses)
     assert any(ticket.trace for ticket in done)
 
@@ -152,11 +155,10 @@ def test_as_transformers(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_beams_go_on_as_they_do_in_numpy(ends: tuple[int, ...]) -> None:
     """With equal scores, missing ones and numbers that are none."""
     B, K, V = 5, 3, 19
-    shaper = Shaper(model_of("llama"), list(ends), Strategy())
-    search = Search(K, 1.0, False, shaper)
-    n = search.n_candidates
-    tickets = [Ticket(Request(prompt=[1], beams=K, max_new_tokens=9)) for _ in range(B)]
-    beams = Beams(search, tickets, [[1]] * B, torch.float32)
+    processor = LogitsProcessor(model_of("llama"), list(ends), Strategy())
+    params = BeamSearchParams(K, 1.0, False, processor)
+    n = params.n_candidates
+    beams = Beams(params, [[1]] * B, [9] * B, torch.float32, [None] * B)
     generator = torch.Generator().manual_seed(1)
     for _ in range(6):
         logits = torch.randint(-2, 3, (B * K, V), generator=generator).float()
@@ -164,18 +166,18 @@ def test_beams_go_on_as_they_do_in_numpy(ends: tuple[int, ...]) -> None:
         values, at = logits.log_softmax(-1).topk(n)
         values, at = values.unflatten(0, (B, K)), at.unflatten(0, (B, K))
         before = torch.from_numpy(beams.scores.copy())
-        scores, tokens, parents, seen = go_on(values, at, before, ends)
+        scores, tokens, parents, candidates = extend_on_device(values, at, before, ends)
         expected = beams.extend(values.numpy(), at.numpy())
         lives = torch.from_numpy(beams.scores > -torch.inf)
         assert torch.equal(scores, torch.from_numpy(beams.scores))
         for found, wanted in zip((tokens, parents), expected, strict=True):
             assert torch.equal(found[lives], torch.from_numpy(wanted)[lives])
-        assert seen.shape == (3, B, n)
+        assert candidates.shape == (3, B, n)
 
 
 def test_sizes() -> None:
     for n in range(1, 300):
-        size = padded(n, 1000)
+        size = round_up(n, 1000)
         assert n <= size <= max(n * 5 / 4, 2 * n if n < 8 else 0)
-        assert padded(size, 1000) == size
-        assert padded(n, n) == n
+        assert round_up(size, 1000) == size
+        assert round_up(n, n) == n

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from clearhead.engine.allocator import NOBODY, Blocks
+from clearhead.engine.allocator import NO_OWNER, BlockAllocator
 
 BLOCK = 3
 
@@ -68,85 +68,85 @@ class Plain:
                     self.kept.append(block)
 
 
-def check(blocks: Blocks, plain: Plain) -> None:
-    assert blocks.refs.tolist() == [plain.refs(block) for block in range(plain.n_blocks)]
-    assert blocks.n_held == len(plain.held())
-    assert blocks.n_free == plain.n_free()
-    assert list(blocks.kept) == plain.kept
-    assert sorted(blocks.known.values()) == sorted(plain.known.values())
+def check(allocator: BlockAllocator, plain: Plain) -> None:
+    assert allocator.ref_counts.tolist() == [plain.refs(block) for block in range(plain.n_blocks)]
+    assert allocator.n_used == len(plain.held())
+    assert allocator.n_free == plain.n_free()
+    assert list(allocator.evictable) == plain.kept
+    assert sorted(allocator.cached.values()) == sorted(plain.known.values())
     left = {holder.number: holder.left for holder in plain.holders}
-    assert {at: n for at, n in enumerate(blocks.left.tolist()) if n} == {at: n for at, n in left.items() if n}
-    assert blocks.promised == sum(left.values())
-    assert blocks.n_available == plain.n_free() + len(plain.kept) - sum(left.values()) >= 0
+    assert {at: n for at, n in enumerate(allocator.reserved.tolist()) if n} == {at: n for at, n in left.items() if n}
+    assert allocator.n_reserved == sum(left.values())
+    assert allocator.n_available == plain.n_free() + len(plain.kept) - sum(left.values()) >= 0
     owners = {block: holder.number for holder in plain.holders for block in holder.took}
-    assert blocks.owner.tolist() == [owners.get(block, NOBODY) for block in range(plain.n_blocks)]
+    assert allocator.owners.tolist() == [owners.get(block, NO_OWNER) for block in range(plain.n_blocks)]
 
 
 def flat(rows: list[list[int]]) -> list[int]:
     return [block for row in rows for block in row]
 
 
-def take(blocks: Blocks, plain: Plain, holder: Holder, n: int) -> list[int]:
+def take(allocator: BlockAllocator, plain: Plain, holder: Holder, n: int) -> list[int]:
     plain.evict(n)
     before = plain.held() | set(plain.kept)
-    taken = blocks.take([holder.number] * n).tolist()
+    taken = allocator.allocate([holder.number] * n).tolist()
     assert len({*taken} - before - {0}) == n  # nobody's before, and each once
     holder.left -= n
     holder.took |= set(taken)
     return taken
 
 
-def come(blocks: Blocks, plain: Plain, rng: random.Random) -> int:
+def come(allocator: BlockAllocator, plain: Plain, rng: random.Random) -> int:
     """A text that begins like others, and may grow by some blocks in each of some rows."""
     tokens = [7 * rng.randrange(2)] * rng.randrange(14) + [rng.randrange(2) for _ in range(rng.randint(1, 4))]
-    found = blocks.find(tokens)
+    found = allocator.find_prefix(tokens)
     assert found == plain.find(tokens)
     width, n = rng.choice([1, 1, 2, 3]), -(-len(tokens) // BLOCK)
     need = n - len(found) + width * rng.randrange(4) + width  # the last block may have to be copied
-    if need + sum(plain.refs(block) == 0 for block in found) > blocks.n_available or not blocks.open:
+    if need + sum(plain.refs(block) == 0 for block in found) > allocator.n_available or not allocator.free_numbers:
         return 0
-    blocks.hold(found)
+    allocator.take_prefix(found)
     plain.kept = [block for block in plain.kept if block not in found]
     holder = Holder(-1, tokens, [found], need)
     plain.holders.append(holder)
-    holder.number = blocks.admit(need)
+    holder.number = allocator.reserve(need)
     assert holder.number not in {other.number for other in plain.holders[:-1]}
-    holder.rows[0] = found + take(blocks, plain, holder, n - len(found))
-    blocks.share(np.tile(np.array(holder.rows[0], np.int32), width - 1))
+    holder.rows[0] = found + take(allocator, plain, holder, n - len(found))
+    allocator.share(np.tile(np.array(holder.rows[0], np.int32), width - 1))
     holder.rows = [list(holder.rows[0]) for _ in range(width)]
-    blocks.remember(tokens, holder.rows[0])
+    allocator.cache_prefix(tokens, holder.rows[0])
     plain.remember(tokens, holder.rows[0])
     return len(found)
 
 
-def grow(blocks: Blocks, plain: Plain, rng: random.Random) -> None:
+def grow(allocator: BlockAllocator, plain: Plain, rng: random.Random) -> None:
     holder = rng.choice(plain.holders)
     if holder.left >= len(holder.rows):
         for row in holder.rows:
-            row += take(blocks, plain, holder, 1)
+            row += take(allocator, plain, holder, 1)
         if len(holder.rows) == 1:
             holder.tokens += [rng.randrange(2) for _ in range(len(holder.rows[0]) * BLOCK - len(holder.tokens))]
 
 
-def part(blocks: Blocks, plain: Plain, rng: random.Random) -> None:
+def part(allocator: BlockAllocator, plain: Plain, rng: random.Random) -> None:
     """Rows go on from each other's blocks, as beams do."""
     holder = rng.choice(plain.holders)
     new = [rng.choice(holder.rows) for _ in holder.rows]
     old, holder.rows = holder.rows, [list(row) for row in new]
-    blocks.share(np.array(flat(new), np.int32))
+    allocator.share(np.array(flat(new), np.int32))
     gone = flat(old)
-    blocks.release(np.array(gone, np.int32))
+    allocator.free(np.array(gone, np.int32))
     plain.drop(gone)
 
 
-def leave(blocks: Blocks, plain: Plain, rng: random.Random) -> None:
+def leave(allocator: BlockAllocator, plain: Plain, rng: random.Random) -> None:
     holder = rng.choice(plain.holders)
     if len(holder.rows) == 1:
-        blocks.remember(holder.tokens, holder.rows[0])
+        allocator.cache_prefix(holder.tokens, holder.rows[0])
         plain.remember(holder.tokens, holder.rows[0])
     gone, holder.rows = flat(holder.rows), []
-    blocks.release(np.array(gone, np.int32))
-    blocks.leave([holder.number])
+    allocator.free(np.array(gone, np.int32))
+    allocator.cancel([holder.number])
     plain.drop(gone)
     plain.holders.remove(holder)
 
@@ -155,52 +155,52 @@ def leave(blocks: Blocks, plain: Plain, rng: random.Random) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_any_order(seed: int, n_blocks: int) -> None:
     rng, plain = random.Random(seed), Plain(n_blocks)
-    blocks = Blocks(n_blocks, BLOCK, max_holders=7)
+    allocator = BlockAllocator(n_blocks, BLOCK, max_reservations=7)
     found = evicted = 0
     for _ in range(500):
         before = len(plain.known)
         step = rng.choice([come, grow, part, leave])
         if plain.holders or step is come:
-            found += step(blocks, plain, rng) or 0
-            check(blocks, plain)
+            found += step(allocator, plain, rng) or 0
+            check(allocator, plain)
         evicted += len(plain.known) < before
     assert found > 20
     assert evicted > 20
     while plain.holders:
-        leave(blocks, plain, rng)
-        check(blocks, plain)
-    assert (blocks.n_held, blocks.promised, blocks.n_available) == (0, 0, n_blocks - 1)
+        leave(allocator, plain, rng)
+        check(allocator, plain)
+    assert (allocator.n_used, allocator.n_reserved, allocator.n_available) == (0, 0, n_blocks - 1)
 
 
 def test_a_beginning_goes_last() -> None:
     """Of one text the end makes room first: what is left of it is still found."""
-    blocks = Blocks(8, BLOCK, max_holders=1)
+    allocator = BlockAllocator(8, BLOCK, max_reservations=1)
     rng = random.Random(0)
     for _ in range(20):  # in whatever order its blocks were free
         tokens = [rng.randrange(99) for _ in range(13)]
-        holder = blocks.admit(5)
-        row = blocks.take([holder] * 5)[np.array(rng.sample(range(5), 5))]
-        blocks.remember(tokens, row.tolist())
-        blocks.release(row)
-        blocks.leave([holder])
+        holder = allocator.reserve(5)
+        row = allocator.allocate([holder] * 5)[np.array(rng.sample(range(5), 5))]
+        allocator.cache_prefix(tokens, row.tolist())
+        allocator.free(row)
+        allocator.cancel([holder])
         n = rng.randint(1, 3)
-        holder = blocks.admit(3 + n)
-        taken = blocks.take([holder] * (3 + n))  # three were free
-        assert blocks.find(tokens) == row[: 4 - n].tolist()
-        blocks.release(taken)
-        blocks.leave([holder])
+        holder = allocator.reserve(3 + n)
+        taken = allocator.allocate([holder] * (3 + n))  # three were free
+        assert allocator.find_prefix(tokens) == row[: 4 - n].tolist()
+        allocator.free(taken)
+        allocator.cancel([holder])
 
 
 def test_nothing_is_known_unless_kept() -> None:
-    blocks = Blocks(8, BLOCK, max_holders=1, keep_beginnings=False)
-    holder = blocks.admit(2)
-    row = blocks.take([holder] * 2)
-    blocks.remember([1, 2, 3, 4, 5, 6], row.tolist())
-    blocks.release(row)
-    blocks.leave([holder])
-    assert blocks.find([1, 2, 3, 4, 5, 6, 7]) == []
-    assert not blocks.kept
-    assert blocks.n_free == 7
+    allocator = BlockAllocator(8, BLOCK, max_reservations=1, prefix_cache=False)
+    holder = allocator.reserve(2)
+    row = allocator.allocate([holder] * 2)
+    allocator.cache_prefix([1, 2, 3, 4, 5, 6], row.tolist())
+    allocator.free(row)
+    allocator.cancel([holder])
+    assert allocator.find_prefix([1, 2, 3, 4, 5, 6, 7]) == []
+    assert not allocator.evictable
+    assert allocator.n_free == 7
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_nothing_is_known_unless_kept() -> None:
     ids=str,
 )
 def test_find(tokens: list[int], n: int) -> None:
-    blocks = Blocks(8, BLOCK, max_holders=1)
-    row = blocks.take([blocks.admit(3)] * 3).tolist()
-    blocks.remember([1, 2, 3, 4, 5, 6, 7], row)
-    assert blocks.find(tokens) == row[:n]
+    allocator = BlockAllocator(8, BLOCK, max_reservations=1)
+    row = allocator.allocate([allocator.reserve(3)] * 3).tolist()
+    allocator.cache_prefix([1, 2, 3, 4, 5, 6, 7], row)
+    assert allocator.find_prefix(tokens) == row[:n]

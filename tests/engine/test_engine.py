@@ -16,12 +16,11 @@ from tokenizers import decoders, models
 
 from clearhead.config import Generation
 from clearhead.data import Tokenizer
-from clearhead.engine.allocator import NOBODY
-from clearhead.engine.engine import BLOCK
-from clearhead.engine.runner import Runner
+from clearhead.engine.allocator import BLOCK_SIZE, NO_OWNER
+from clearhead.engine.runner import ModelRunner
 from clearhead.errors import InputError
 from clearhead.generation import Engine, Grammar, Hypothesis, Request, Strategy, Ticket, Token, generate, stream
-from clearhead.sampling.strategy import Shaper
+from clearhead.sampling.logits_processors import LogitsProcessor
 from tests.generation.models import ENDS
 from tests.models.tiny import tiny
 
@@ -117,14 +116,18 @@ def alone(model: Any, request: Request) -> Ticket:
 @torch.no_grad()
 def naive(model: Any, request: Request) -> list[Token]:
     """One token after the other, everything read anew for each; with what ends the text."""
-    shaper, text, written = Shaper(model, request.eos, request.strategy), list(request.prompt), list[Token]()
+    processor, text, written = (
+        LogitsProcessor(model, request.eos, request.strategy),
+        list(request.prompt),
+        list[Token](),
+    )
     text = text or [1]
     n_prompt, constraint = len(text), None if request.grammar is None else request.grammar.start()
     while len(written) < request.max_new_tokens:
         args = [torch.tensor([list(each)]) for each in (request.source, text) if each is not None]
         raw = model(*args)[:, -1]
         facts = [torch.tensor([n]) for n in (n_prompt, len(written), request.max_new_tokens)]
-        logits = shaper(raw, torch.tensor([text]) if shaper.looks_back else None, *facts)
+        logits = processor(raw, torch.tensor([text]) if processor.needs_history else None, *facts)
         if constraint is not None:
             logits = logits.masked_fill(~constraint.allowed(), -math.inf)
         token = int(request.strategy.choose(logits, torch.tensor([request.seed]), facts[1]))
@@ -133,7 +136,7 @@ def naive(model: Any, request: Request) -> list[Token]:
         others = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
         written.append(Token(token, float(log_probs[token]), others))
         text.append(token)
-        if token in shaper.ends or any(text[n_prompt:][-len(stop) :] == list(stop) for stop in request.stop):
+        if token in processor.ends or any(text[n_prompt:][-len(stop) :] == list(stop) for stop in request.stop):
             break
         if constraint is not None:
             constraint.push(token)
@@ -158,39 +161,40 @@ def assert_alike(found: list[Hypothesis], expected: list[Hypothesis], within: fl
 
 def check_memory(engine: Engine) -> None:
     """Every reference is somebody's, every block somewhere, and every promise can be kept."""
-    blocks, runner = engine.blocks, engine.runner
-    named = [runner.table[: runner.n].ravel(), *(m.source for m in engine.running)]
-    named += [each for member in engine.reading for each in (member.row, member.source)]
+    blocks, runner = engine.allocator, engine.runner
+    running, prefilling = engine.scheduler.running, engine.scheduler.prefilling
+    named = [runner.block_table[: runner.n].ravel(), *(s.source_blocks for s in running)]
+    named += [each for s in prefilling for each in (s.blocks, s.source_blocks)]
     counted = np.bincount(np.concatenate([*named, np.zeros(0, np.int32)]), minlength=blocks.n_blocks)
     counted[0] = 0
-    assert (counted == blocks.refs).all()
-    free = blocks.free[: blocks.n_free].tolist()
-    everywhere = [*free, *blocks.kept, *np.flatnonzero(blocks.refs).tolist()]
+    assert (counted == blocks.ref_counts).all()
+    free = blocks.free_stack[: blocks.n_free].tolist()
+    everywhere = [*free, *blocks.evictable, *np.flatnonzero(blocks.ref_counts).tolist()]
     assert sorted(everywhere) == list(range(1, blocks.n_blocks))
-    assert (blocks.left >= 0).all()
-    assert blocks.promised == blocks.left.sum()
+    assert (blocks.reserved >= 0).all()
+    assert blocks.n_reserved == blocks.reserved.sum()
     assert blocks.n_available >= 0
-    assert blocks.n_held == np.count_nonzero(blocks.refs)
-    assert runner.n == sum(member.width for member in engine.running)
-    assert runner.n + sum(member.width for member in engine.reading) <= engine.max_rows
-    assert sorted(blocks.known.values()) == sorted(blocks.names)
-    for block in blocks.kept:
-        assert block in blocks.names
+    assert blocks.n_used == np.count_nonzero(blocks.ref_counts)
+    assert runner.n == sum(s.n_rows for s in running)
+    assert runner.n + sum(s.n_rows for s in prefilling) <= engine.max_rows
+    assert sorted(blocks.cached.values()) == sorted(blocks.hashes)
+    for block in blocks.evictable:
+        assert block in blocks.hashes
 
 
 def assert_nothing_left(engine: Engine) -> None:
     check_memory(engine)
-    blocks = engine.blocks
+    blocks = engine.allocator
     assert not engine.is_busy
-    assert (blocks.n_held, blocks.promised, blocks.n_available) == (0, 0, blocks.n_blocks - 1)
-    assert not blocks.refs.any()
-    assert not blocks.left.any()
-    assert (blocks.owner == NOBODY).all()
-    assert sorted(blocks.open) == list(range(engine.max_rows))
-    assert not engine.names
-    assert not engine.searches
+    assert (blocks.n_used, blocks.n_reserved, blocks.n_available) == (0, 0, blocks.n_blocks - 1)
+    assert not blocks.ref_counts.any()
+    assert not blocks.reserved.any()
+    assert (blocks.owners == NO_OWNER).all()
+    assert sorted(blocks.free_numbers) == list(range(engine.max_rows))
+    assert not engine.scheduler.names
+    assert not engine.beam_searcher.groups
     assert engine.runner.n == 0
-    assert not engine.runner.table.any()
+    assert not engine.runner.block_table.any()
 
 
 # 500 in all: their number, rows, tokens of memory, prompt tokens a step, and how many come between two steps.
@@ -215,8 +219,8 @@ def test_each_as_if_alone(name: str, crowd: tuple[int, int, int, int, float]) ->
         for ticket, token in engine.step():
             streams.setdefault(id(ticket), []).append(token)
         check_memory(engine)
-        waited += bool(engine.waiting)
-        pieces_read += any(member.n_read > member.ticket.n_cached for member in engine.reading)
+        waited += bool(engine.n_waiting)
+        pieces_read += any(s.n_prefilled > s.ticket.n_cached for s in engine.scheduler.prefilling)
         if tickets and rng.random() < 0.2:
             engine.cancel(rng.choice(tickets[-9:]))
             check_memory(engine)
@@ -257,18 +261,18 @@ def test_alone_is_one_token_after_the_other(name: str) -> None:
 
 def counted(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Fills with the rows and tokens of each time that the model is asked."""
-    calls, read, write = list[tuple[int, int]](), Runner.read, Runner.write
+    calls, prefill, decode = list[tuple[int, int]](), ModelRunner.prefill, ModelRunner.decode
 
-    def reads(runner: Runner, members: Any, T: int) -> Any:
-        calls.append((len(members), min(T, max(member.n_left for member in members))))
-        return read(runner, members, T)
+    def counted_prefill(runner: ModelRunner, sequences: Any, T: int) -> Any:
+        calls.append((len(sequences), min(T, max(s.n_to_prefill for s in sequences))))
+        return prefill(runner, sequences, T)
 
-    def writes(runner: Runner, *args: Any) -> Any:
+    def counted_decode(runner: ModelRunner, *args: Any) -> Any:
         calls.append((runner.n, 1))
-        return write(runner, *args)
+        return decode(runner, *args)
 
-    patch.setattr(Runner, "read", reads)
-    patch.setattr(Runner, "write", writes)
+    patch.setattr(ModelRunner, "prefill", counted_prefill)
+    patch.setattr(ModelRunner, "decode", counted_decode)
     return calls
 
 
@@ -342,11 +346,11 @@ def test_a_running_text_is_found_too() -> None:
     engine = Engine(model, max_tokens=400)
     first = engine.submit(ask(text(0, 40), 9))
     engine.step()
-    before = engine.blocks.n_held
+    before = engine.allocator.n_used
     second = engine.submit(ask([*text(0, 40), 5], 20))
     engine.step()
     assert second.n_cached == 32
-    assert engine.blocks.n_held == before + 1  # of its own only what comes after
+    assert engine.allocator.n_used == before + 1  # of its own only what comes after
     check_memory(engine)
     engine.cancel(first)
     check_memory(engine)
@@ -358,7 +362,7 @@ def test_a_running_text_is_found_too() -> None:
 def test_the_longest_unused_gives_way() -> None:
     """Beginnings stay as long as nobody needs their room; then the oldest goes first, its end before its start."""
     model = model_of("llama")
-    engine = Engine(model, max_tokens=10 * BLOCK)
+    engine = Engine(model, max_tokens=10 * BLOCK_SIZE)
 
     def cached(seed: int, n: int = 33) -> int:
         ticket = engine.submit(ask(text(seed, n), 1))
@@ -367,11 +371,11 @@ def test_the_longest_unused_gives_way() -> None:
 
     assert [cached(seed) for seed in (0, 1, 2)] == [0, 0, 0]  # six blocks are known now, of ten
     assert cached(0) == 32  # used again: now 1 is the oldest
-    assert len(engine.blocks.kept) == 6
+    assert len(engine.allocator.evictable) == 6
     assert cached(3, 81) == 0  # six of ten: four were free, so two more are needed
-    assert [len(engine.blocks.find(text(seed, 33))) for seed in (0, 1, 2)] == [2, 0, 2]
+    assert [len(engine.allocator.find_prefix(text(seed, 33))) for seed in (0, 1, 2)] == [2, 0, 2]
     assert cached(4, 50) == 0  # five free ones are gone but one: three more, of 2's and 0's
-    assert [len(engine.blocks.find(text(seed, 33))) for seed in (0, 2)] == [1, 0]
+    assert [len(engine.allocator.find_prefix(text(seed, 33))) for seed in (0, 2)] == [1, 0]
     assert cached(0) == 16
     assert_nothing_left(engine)
 
@@ -382,7 +386,7 @@ def test_prefixes_off() -> None:
         ticket = engine.submit(ask(text(0, 40)))
         engine.run()
         assert ticket.n_cached == 0
-    assert not engine.blocks.kept
+    assert not engine.allocator.evictable
 
 
 @pytest.mark.parametrize("name", ["original", "t5"])
@@ -395,7 +399,7 @@ def test_a_source_s_text_is_nobody_elses(name: str) -> None:
         engine.run()
         assert ticket.n_cached == 0
         assert ticket.ids == alone(model, ask(text(9, 40), source=text(seed, 20))).ids
-    assert not engine.blocks.kept
+    assert not engine.allocator.evictable
 
 
 # Long prompts.
@@ -456,10 +460,10 @@ def test_beams_share_blocks(name: str) -> None:
         engine.step()
         check_memory(engine)
         if not ticket.is_done:
-            held.append(engine.blocks.n_held)
-            most = max(most, len(np.unique(engine.runner.table[:beams])) - 1)
+            held.append(engine.allocator.n_used)
+            most = max(most, len(np.unique(engine.runner.block_table[:beams])) - 1)
     source = 2 if is_pair(model) else 0
-    apart = beams * -(-80 // BLOCK)
+    apart = beams * -(-80 // BLOCK_SIZE)
     assert held[0] <= source + 2 + beams
     assert 2 + beams < most < 2 + beams * 3 < apart  # copied where they part, and shared again where they join
     assert max(held) == source + most
@@ -512,7 +516,7 @@ def test_beams_copy_before_they_write(name: str) -> None:
 def test_first_come_first_served() -> None:
     """A small one does not overtake a large one that waits for room."""
     model = model_of("llama")
-    engine = Engine(model, max_tokens=8 * BLOCK, max_rows=2)
+    engine = Engine(model, max_tokens=8 * BLOCK_SIZE, max_rows=2)
     sizes = [(60, 20), (60, 21), (3, 3), (3, 3), (60, 20)]
     tickets = [engine.submit(ask(text(seed, n), more)) for seed, (n, more) in enumerate(sizes)]
     order = list[Ticket]()
@@ -559,12 +563,12 @@ def test_what_just_fits_has_enough(name: str) -> None:
     model = model_of(name)
     more: dict[str, Any] = dict(source=text(7, 16)) if is_pair(model) else {}
     for n_prompt, new in [(1, 15), (1, 40), (15, 2), (16, 17), (17, 30), (33, 33)]:
-        shared, whole = n_prompt // BLOCK, -(-(n_prompt + new) // BLOCK)
+        shared, whole = n_prompt // BLOCK_SIZE, -(-(n_prompt + new) // BLOCK_SIZE)
         need = len(more) + shared + 4 * (whole - shared)
         request = ask(text(n_prompt, n_prompt), new, beams=4, n_best=4, **more)
         with pytest.raises(InputError, match="tokens of memory"):
-            Engine(model, max_tokens=(need - 1) * BLOCK).submit(request)
-        engine = Engine(model, max_tokens=need * BLOCK)
+            Engine(model, max_tokens=(need - 1) * BLOCK_SIZE).submit(request)
+        engine = Engine(model, max_tokens=need * BLOCK_SIZE)
         ticket = engine.submit(request)
         while engine.is_busy:
             engine.step()
@@ -602,28 +606,31 @@ def test_cancelled_at_any_moment(name: str, beams: int) -> None:
         stays = engine.submit(other)
         for _ in range(4):
             engine.step()
-        held, promised = engine.blocks.n_held, engine.blocks.promised
+        held, promised = engine.allocator.n_used, engine.allocator.n_reserved
         gone = engine.submit(ask(text(0, 37), 8, beams=beams, name="gone", **more))
         for _ in range(moment):
             engine.step()
-        now = [member.ticket for member in engine.reading], [member.ticket for member in engine.running]
-        place = "over" if gone.is_done else "reading" if gone in now[0] else "running" if gone in now[1] else "waiting"
+        scheduler = engine.scheduler
+        now = [s.ticket for s in scheduler.prefilling], [s.ticket for s in scheduler.running]
+        place = (
+            "over" if gone.is_done else "prefilling" if gone in now[0] else "running" if gone in now[1] else "waiting"
+        )
         places.add(place)
         texts = list(gone.tokens)
         engine.cancel(gone)
         check_memory(engine)
         engine.cancel(gone)
         assert gone.reason == ("length" if place == "over" else "cancelled")
-        used = -(-(20 + len(stays.tokens)) // BLOCK) + len(more) * 2
-        assert engine.blocks.n_held in (used, used - 1)  # the last token may still have to get its block
-        assert engine.blocks.n_held + engine.blocks.promised == held + promised
-        assert gone not in [member.ticket for member in (*engine.reading, *engine.running)]
+        used = -(-(20 + len(stays.tokens)) // BLOCK_SIZE) + len(more) * 2
+        assert engine.allocator.n_used in (used, used - 1)  # the last token may still have to get its block
+        assert engine.allocator.n_used + engine.allocator.n_reserved == held + promised
+        assert gone not in [s.ticket for s in (*scheduler.prefilling, *scheduler.running)]
         engine.submit(ask([5], 1, name="gone", **more))  # the name is free again
         engine.run()
         assert stays.ids == expected
         assert gone.tokens == texts
         assert_nothing_left(engine)
-    assert places == {"waiting", "reading", "running", "over"}
+    assert places == {"waiting", "prefilling", "running", "over"}
 
 
 def test_names() -> None:
@@ -684,8 +691,8 @@ def test_bad_requests_disturb_nobody(more: dict[str, Any], words: str) -> None:
     engine.step()
     with pytest.raises(InputError, match=words):
         engine.submit(Request(**dict[str, Any](prompt=[5], name="mine") | more))
-    assert not engine.names
-    assert not engine.waiting
+    assert not engine.scheduler.names
+    assert not engine.n_waiting
     engine.run()
     assert ticket.ids == alone(model, ticket.request).ids
     assert_nothing_left(engine)
@@ -791,7 +798,7 @@ def test_a_stop_is_never_shown_early() -> None:
         shown = list[int]()
         while engine.is_busy:
             shown += [token.id for _, token in engine.step() if token is not None]
-            n_written = engine.running[0].n_asked if engine.running else 20
+            n_written = engine.scheduler.running[0].n_scheduled if engine.n_running else 20
             held = max(n for n in range(len(stop)) if free[n_written - n : n_written] == stop[:n])
             if engine.is_busy:
                 assert shown == free[: n_written - held]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +12,9 @@ import pytest
 import torch
 
 from clearhead.config import Generation
-from clearhead.engine.batches import evaluating
-from clearhead.engine.runner import Runner
+from clearhead.engine.runner import ModelRunner, eval_mode
 from clearhead.errors import InputError
-from clearhead.generation import Engine, Hypothesis, generate
+from clearhead.generation import Engine, Hypothesis, Request, engines, generate
 from tests.generation.models import DECODERS, ENDS, cut, pair, texts
 from tests.models.tiny import tiny
 
@@ -131,8 +133,8 @@ def test_ends_and_stops() -> None:
 
 
 def test_what_is_done_leaves_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, sizes, real = pair("gpt2")[1], list[int](), Runner.write
-    monkeypatch.setattr(Runner, "write", lambda runner, *args: sizes.append(runner.n) or real(runner, *args))
+    model, sizes, real = pair("gpt2")[1], list[int](), ModelRunner.decode
+    monkeypatch.setattr(ModelRunner, "decode", lambda runner, *args: sizes.append(runner.n) or real(runner, *args))
     found = generate(model, texts(13), temperature=1.0, max_new_tokens=23)
     assert len({len(text) for text in found}) > 4
     assert sizes[0] > 10  # one may end with its first token
@@ -163,7 +165,7 @@ def test_modes_are_put_back() -> None:
     modes = [module.training for module in model.modules()]
     assert generate(model, texts(3), max_new_tokens=7) == expected
     assert [module.training for module in model.modules()] == modes
-    with pytest.raises(ZeroDivisionError), evaluating(model):
+    with pytest.raises(ZeroDivisionError), eval_mode(model):
         1 / 0  # noqa: B018
     assert [module.training for module in model.modules()] == modes
 
@@ -206,17 +208,68 @@ def test_other_shapes() -> None:
         generate(other, [[5]])
 
 
+# Runners that are kept between two calls, as on a GPU.
+
+
+@pytest.fixture
+def used_runners(monkeypatch: pytest.MonkeyPatch) -> list[ModelRunner]:
+    """Runners are kept here too. Fills with the one of each call of the model."""
+    runners, run = list[ModelRunner](), Engine.run
+    monkeypatch.setattr(engines, "_keeps_runner", lambda _: True)
+    monkeypatch.setattr(Engine, "run", lambda engine: runners.append(engine.runner) or run(engine))
+    return runners
+
+
+def test_the_next_call_reuses_the_runner(used_runners: list[ModelRunner]) -> None:
+    """Unless it needs a larger one, or the weights have moved; a copy of the model has its own. The texts are the same."""
+    model = tiny("gpt2", max_len=37)
+    expected = [generate(model, prompts, max_new_tokens=5) for prompts in ([[3, 4]], [[5]] * 70)]
+    used_runners.clear()
+    engines._KEPT.clear()  # pyright: ignore[reportPrivateUsage]
+    assert generate(model, [[3, 4]], max_new_tokens=5) == expected[0]
+    assert generate(model, [[3, 4]], max_new_tokens=5) == expected[0]
+    assert used_runners[0] is used_runners[1]
+    assert generate(model, [[5]] * 70, max_new_tokens=5) == expected[1]
+    assert generate(model, [[3, 4]], max_new_tokens=5) == expected[0]
+    assert used_runners[1] is not used_runners[2] is used_runners[3]
+    assert generate(copy.deepcopy(model), [[3, 4]], max_new_tokens=5) == expected[0]
+    for weight in model.parameters():
+        weight.data = weight.data.clone()
+    assert generate(model, [[3, 4]], max_new_tokens=5) == expected[0]
+    assert len(set(used_runners)) == 4
+
+
+def test_two_calls_at_once_have_two_runners(used_runners: list[ModelRunner]) -> None:
+    model, request = tiny("gpt2", max_len=37), Request(prompt=[3, 4], max_new_tokens=5)
+    with engines.reuse_engine(model, [request]) as one, engines.reuse_engine(model, [request]) as other:
+        assert one.runner is not other.runner
+    generate(model, [[3, 4]], max_new_tokens=5)
+    assert used_runners == [one.runner]
+
+
+def test_a_kept_runner_keeps_no_model(used_runners: list[ModelRunner]) -> None:
+    model = tiny("gpt2", max_len=37)
+    generate(model, [[3, 4]], max_new_tokens=5)
+    gone, runner = weakref.ref(model), used_runners.pop()
+    runner.native_step = None  # on a GPU there is none
+    del model
+    gc.collect()
+    assert gone() is None
+
+
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt(), InputError("no")])
-def test_an_engine_that_was_interrupted_is_not_used_again(
-    error: BaseException, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupted_runner_is_not_used_again(
+    error: BaseException, used_runners: list[ModelRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny("gpt2")
-    model.__dict__["_kept_engine"] = "an engine of an earlier call, as a GPU keeps it"
+    model = tiny("gpt2", max_len=37)
+    generate(model, [[3, 4]], max_new_tokens=4)
 
     def fail(_: object) -> None:
         raise error
 
-    monkeypatch.setattr(Engine, "_step", fail)
-    with pytest.raises(type(error)):
-        generate(model, [[3, 4]], max_new_tokens=4)
-    assert model.__dict__["_kept_engine"] is None
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "_step", fail)
+        with pytest.raises(type(error)):
+            generate(model, [[3, 4]], max_new_tokens=4)
+    generate(model, [[3, 4]], max_new_tokens=4)
+    assert used_runners[0] is used_runners[1] is not used_runners[2]

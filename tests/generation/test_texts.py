@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 import clearhead as ch
 from clearhead.errors import InputError
 from clearhead.generation import Engine, Request
+from clearhead.generation.engines import make_engine
 from clearhead.generation.texts import (
     StoppingStream,
     fit,
     follow,
     in_order,
-    make_engine,
     make_request,
     piece_name,
     stream_text,
@@ -180,8 +180,8 @@ def test_a_closed_iterator_cancels() -> None:
     next(pieces)
     pieces.close()
     assert ticket.reason == "cancelled"
-    assert not engine.running
-    assert engine.blocks.n_available == engine.blocks.n_blocks - 1
+    assert not engine.n_running
+    assert engine.allocator.n_available == engine.allocator.n_blocks - 1
 
 
 def test_tickets_come_in_order_and_are_asked_for_lazily() -> None:

@@ -21,19 +21,15 @@ from transformers import (
 import clearhead as ch
 from clearhead.errors import InputError
 from clearhead.models import EncoderDecoder
-from clearhead.sampling.strategy import (
-    Shaper,
-    Strategy,
+from clearhead.sampling.logits_processors import (
+    LogitsProcessor,
+    bias_vector,
     forbid_ngrams,
-    force,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
-    offset,
+    force_token,
     penalise_counts,
     penalise_repetition,
-    sample,
 )
+from clearhead.sampling.strategy import Strategy, keep_min_p, keep_top_k, keep_top_p, sample
 
 ABSENT = -1
 
@@ -48,14 +44,14 @@ def test_in_place_says_the_same() -> None:
     model = ch.build(ch.preset("opus-mt-en-de", n_layers=1, d_model=8, n_heads=2, d_ff=8, vocab_size=53))
     assert isinstance(model, EncoderDecoder)
     model.generation = ch.Generation(decoder_start=52, eos=(0,), forced_eos=0, suppress=(52,))
-    shaper, logits = Shaper(model, None, Strategy(logit_bias={3: 2.0})), drawn_logits(1)
+    processor, logits = LogitsProcessor(model, None, Strategy(logit_bias={3: 2.0})), drawn_logits(1)
     before, steps = logits.clone(), torch.tensor([0, 1, 2, 3, 4])
-    told = shaper(logits, None, torch.ones(5, dtype=torch.int64), steps, torch.full((5,), 5))
+    processed = processor(logits, None, torch.ones(5, dtype=torch.int64), steps, torch.full((5,), 5))
     assert torch.equal(logits, before)
-    again = shaper(logits, None, torch.ones(5, dtype=torch.int64), steps, torch.full((5,), 5), in_place=True)
-    assert torch.equal(told, again)
-    assert told[4].argmax() == 0  # the last of five tokens is the end
-    assert torch.equal(told[:4, 3], before[:4, 3] + 2.0)
+    again = processor(logits, None, torch.ones(5, dtype=torch.int64), steps, torch.full((5,), 5), in_place=True)
+    assert torch.equal(processed, again)
+    assert processed[4].argmax() == 0  # the last of five tokens is the end
+    assert torch.equal(processed[:4, 3], before[:4, 3] + 2.0)
 
 
 @given(seed=st.integers(0, 99), k=st.integers(1, 60))
@@ -122,12 +118,12 @@ def test_counts() -> None:
 
 def test_offsets_and_force() -> None:
     logits, some = drawn_logits(0), torch.tensor([True, False, False, True, False])
-    made = offset({3: 1.5, 7: -math.inf}, 53, logits.device)
+    made = bias_vector({3: 1.5, 7: -math.inf}, 53, logits.device)
     assert {at: float(made[at]) for at in made.nonzero()[:, 0].tolist()} == {3: 1.5, 7: -math.inf}
-    forced = force(logits, 7, some)
+    forced = force_token(logits, 7, some)
     assert torch.equal(forced[~some], logits[~some])
     assert forced[some].log_softmax(-1).argmax(-1).tolist() == [7, 7]
-    assert torch.equal(force(logits, 7, torch.zeros_like(some)), logits)
+    assert torch.equal(force_token(logits, 7, torch.zeros_like(some)), logits)
 
 
 @pytest.mark.parametrize("over", ["seeds", "steps"])

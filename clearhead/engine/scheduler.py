@@ -1,0 +1,210 @@
+"""The scheduler: which requests wait, which are prefilled, which run, and the blocks of memory that each holds.
+
+A request is admitted when the most blocks that it may ever need can be reserved, in the order of submission. So no request is
+preempted, and none overtakes another.
+"""
+
+from __future__ import annotations
+
+from collections import abc, deque
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from clearhead.engine.allocator import BlockAllocator
+from clearhead.engine.beams import search_params
+from clearhead.engine.request import Reason, Request, Ticket, source_length
+from clearhead.engine.runner import ModelRunner
+from clearhead.engine.sequence import Sequence
+from clearhead.sampling.logits_processors import LogitsProcessor
+
+
+class Waiting(NamedTuple):
+    """A request that is not admitted yet."""
+
+    ticket: Ticket
+    prompt: list[int]
+    processor: LogitsProcessor
+
+
+class Scheduler:
+    """Three queues: `waiting`, `prefilling` and `running`. The rows of the running ones, in order, are the runner's."""
+
+    def __init__(self, allocator: BlockAllocator, runner: ModelRunner) -> None:
+        self.allocator, self.runner, self.max_rows = allocator, runner, runner.max_rows
+        self.waiting: deque[Waiting] = deque()
+        self.prefilling: list[Sequence] = []
+        self.running: list[Sequence] = []  # replaced, never changed: steps in flight hold the old list
+        self.names: set[str] = set()  # of all requests that are not done
+        self.needs_sweep = False  # whether a ticket is done, or a sequence has all its tokens scheduled
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.waiting or self.prefilling or self.running)
+
+    def add(self, ticket: Ticket, prompt: list[int], processor: LogitsProcessor) -> None:
+        """Put a request in the queue."""
+        if ticket.request.name is not None:
+            self.names.add(ticket.request.name)
+        self.waiting.append(Waiting(ticket, prompt, processor))
+
+    def drop_waiting(self, ticket: Ticket) -> None:
+        """Take a request out of the queue, if it is there."""
+        if any(one.ticket is ticket for one in self.waiting):
+            self.waiting = deque(one for one in self.waiting if one.ticket is not ticket)
+
+    def sort_longest_first(self) -> None:
+        """Order the waiting requests by length: those that are computed together are then about as long."""
+        by_length = sorted(self.waiting, key=lambda one: -len(one.prompt) - source_length(one.ticket.request.source))
+        self.waiting = deque(by_length)
+
+    def finish(self, ticket: Ticket, reason: Reason) -> None:
+        """Mark a request as done; the next `sweep` frees its memory."""
+        ticket.reason = reason
+        self.needs_sweep = True
+        if ticket.request.name is not None:
+            self.names.discard(ticket.request.name)
+
+    def blocks_needed(self, request: Request, n_prompt: int) -> int:
+        """The most blocks that a request may hold. Beams share the full blocks of the prompt, where none writes."""
+        size = self.allocator.block_size
+        whole, shared = -(-(n_prompt + request.max_new_tokens) // size), n_prompt // size
+        return -(-source_length(request.source) // size) + shared + request.beams * (whole - shared)
+
+    def admit(self) -> None:
+        """Move waiting requests to `prefilling`, in order, as long as blocks and rows suffice."""
+        if not self.waiting:
+            return
+        allocator, size = self.allocator, self.allocator.block_size
+        n_rows = sum(sequence.n_rows for sequence in (*self.running, *self.prefilling))
+        while self.waiting:
+            ticket, prompt, processor = self.waiting[0]
+            request = ticket.request
+            prefix = allocator.find_prefix(prompt)
+            n = self.blocks_needed(request, len(prompt)) - len(prefix)
+            revived = sum(int(allocator.ref_counts[block]) == 0 for block in prefix)  # no longer available to others
+            if n + revived > allocator.n_available or n_rows + request.beams > self.max_rows:
+                return
+            self.waiting.popleft()
+            n_rows += request.beams
+            allocator.take_prefix(prefix)
+            search = search_params(request, processor)
+            sequence = Sequence(ticket, prompt, processor, search, allocator.reserve(n))
+            n_source, n_new = -(-sequence.n_source // size), -(-len(prompt) // size) - len(prefix)
+            blocks = allocator.allocate([sequence.reservation] * (n_source + n_new))
+            sequence.source_blocks, new = blocks[:n_source], blocks[n_source:]
+            sequence.blocks = np.concatenate([np.array(prefix, np.int32), new]) if prefix else new
+            sequence.n_prefilled = ticket.n_cached = len(prefix) * size
+            self.prefilling.append(sequence)
+
+    def next_prefill(self, budget: int) -> tuple[list[Sequence], int]:
+        """Sequences to prefill together, and how many tokens that computes.
+
+        Either whole prompts, which must be about as long as the first if they are padded, or a chunk of the first one alone.
+        """
+        first, packs = self.prefilling[0], self.runner.prompts.packs
+        batch, longest, total = [first], _prefill_length(first), _prefill_length(first)
+        if first.n_prefilled or first.n_to_prefill > budget:
+            return batch, max(min(first.n_to_prefill, budget), first.n_source)
+        for sequence in self.prefilling[1:]:
+            length = _prefill_length(sequence)
+            T = max(longest, length)
+            is_alike = 2 * min(longest, length) + self.allocator.block_size >= T
+            fits = packs or (is_alike and _frames(sequence) == _frames(first))
+            cost = total + length if packs else (len(batch) + 1) * T
+            if fits and not sequence.n_prefilled and cost <= budget:
+                batch.append(sequence)
+                longest, total = T, cost
+        if packs:  # longest first: decode steps take rows in order, and short ones fill the gaps at the end
+            batch.sort(key=lambda sequence: -sequence.n_to_prefill)
+        return batch, total
+
+    def prefilled(self, batch: list[Sequence], T: int) -> None:
+        """Count T tokens of each prompt as computed. Finished ones leave `prefilling`."""
+        for sequence in batch:
+            sequence.n_prefilled += min(sequence.n_to_prefill, T)
+        self.prefilling = [sequence for sequence in self.prefilling if sequence.n_to_prefill]
+
+    def start(self, sequences: list[Sequence]) -> list[int]:
+        """Prefilled sequences join the batch. Returns their first rows."""
+        for sequence in sequences:
+            if sequence.n_rows == 1:
+                self.allocator.cache_prefix(sequence.prompt, sequence.blocks.tolist())
+        firsts = [self.runner.n + at for at in first_rows(sequences)]
+        self.runner.add_rows(sequences)
+        self.running = [*self.running, *sequences]
+        return firsts
+
+    def scheduled(self, sequences: abc.Iterable[Sequence]) -> None:
+        """Count one more token of each as scheduled."""
+        for sequence in sequences:
+            sequence.n_scheduled += 1
+            if sequence.n_scheduled >= sequence.limit:
+                self.needs_sweep = True
+
+    def allocate_next(self, copy_shared: abc.Callable[[NDArray[np.int64]], None] | None) -> None:
+        """A block for each row's next token, if its last one is full. `copy_shared` copies blocks that beams share."""
+        runner, size = self.runner, self.allocator.block_size
+        lengths = runner.lengths[: runner.n]
+        full = np.flatnonzero(lengths % size == 0)
+        if len(full) == 0 and copy_shared is None:
+            return
+        numbers = [sequence.reservation for sequence in self.running]
+        reservations = np.repeat(numbers, [sequence.n_rows for sequence in self.running])
+        if len(full):
+            runner.block_table[full, lengths[full] // size] = self.allocator.allocate(reservations[full])
+            runner.tables_changed = True
+        if copy_shared is not None:
+            copy_shared(reservations)
+
+    def sweep(self) -> None:
+        """Remove sequences that are done, or have all their tokens scheduled, and free their blocks."""
+        self.needs_sweep = False
+        runner = self.runner
+        gone = [(s, s.blocks[None], s.n_prefilled) for s in self.prefilling if s.ticket.is_done]
+        self.prefilling = [s for s in self.prefilling if not s.ticket.is_done]
+        rows: list[int] = []
+        kept: list[Sequence] = []
+        for sequence, first in zip(self.running, first_rows(self.running), strict=True):
+            own = range(first, first + sequence.n_rows)
+            if sequence.ticket.is_done or sequence.n_scheduled >= sequence.limit:
+                gone.append((sequence, runner.block_table[own.start : own.stop], int(runner.lengths[first])))
+            else:
+                rows += own
+                kept.append(sequence)
+        self._free(gone)
+        if len(kept) < len(self.running):
+            self.running = kept
+            runner.keep_rows(rows, has_beams=any(sequence.n_rows > 1 for sequence in kept))
+
+    def _free(self, gone: list[tuple[Sequence, NDArray[np.int32], int]]) -> None:
+        """Free the blocks in these block tables; full blocks of the first so many tokens enter the prefix cache."""
+        held: list[NDArray[np.int32]] = []
+        for sequence, tables, length in gone:
+            if sequence.n_rows == 1 and self.allocator.prefix_cache:
+                tokens = [*sequence.prompt, *sequence.ticket.written][:length]
+                self.allocator.cache_prefix(tokens, tables[0].tolist())
+            held += [tables.ravel(), sequence.source_blocks]
+        if held:
+            blocks = np.concatenate(held)
+            self.allocator.free(blocks[blocks > 0])
+            self.allocator.cancel([sequence.reservation for sequence, _, _ in gone])
+
+
+def first_rows(sequences: abc.Sequence[Sequence]) -> list[int]:
+    """The first row of each, if the first sequence starts at row 0."""
+    ends = np.cumsum([0, *(sequence.n_rows for sequence in sequences)])
+    return ends[:-1].tolist()
+
+
+def _prefill_length(sequence: Sequence) -> int:
+    """Tokens to compute: of its prompt, or of its source if that is longer."""
+    return max(sequence.n_to_prefill, sequence.n_source)
+
+
+def _frames(sequence: Sequence) -> tuple[int, ...]:
+    """The shape of a source that is sound: only equal ones are computed together."""
+    source = sequence.ticket.request.source
+    return tuple(source.shape) if isinstance(source, Tensor) else ()
