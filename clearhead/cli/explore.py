@@ -79,7 +79,7 @@ def write_page(path: Path, name: str, text: str, target: str | None, device: str
 
     check_folder("--export", file)
     model = load_model(path, device)
-    page = export_page(model, tokenizer_of(path, model), text, target, name=name, place=path)
+    page = export_page(model, tokenizer_of(path, model), text, target, name=name, path=path)
     file.write_text(page, encoding="utf-8")
     typer.echo(f"{file}: {len(page.encode()) / 1e6:.1f} MB; opens in any browser, needs no network")
 

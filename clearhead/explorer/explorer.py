@@ -59,11 +59,11 @@ ANSWERS: dict[str, Answer] = {
 class Explorer:
     """One model, and the answers to the page's requests. Not thread-safe: callers take turns."""
 
-    def __init__(self, model: Model, tokenizer: Tokenizer | None, *, name: str, place: Path | None = None) -> None:
+    def __init__(self, model: Model, tokenizer: Tokenizer | None, *, name: str, path: Path | None = None) -> None:
         self.model, self.name = model, name
-        self.inputs = Inputs(model, tokenizer, place)
+        self.inputs = Inputs(model, tokenizer, path)
         self.passes = ForwardPasses(self.inputs)
-        self.example = example_text(model, tokenizer, place)
+        self.example = example_text(model, tokenizer, path)
 
     def answer(self, name: str, params: object) -> bytes:
         """The packed answer to a request; a wrong request raises an InputError."""

@@ -190,18 +190,17 @@ class ForwardPasses:
         for how, other in (("mean", run.plain), ("patch", replace(run.plain, text=run.second or ""))):
             sites = {change.site for change in run.changes if change.how == how}
             outs[how] = self._outs(other, sorted(sites)) if sites else {}
-        made: list[Intervention] = []
+        interventions: list[Intervention] = []
         for (site, how), heads in _grouped(run.changes).items():
-            place = f"{site}.out"
             if how == "zero":
-                made.append(zero(place, head=heads))
+                interventions.append(zero(f"{site}.out", head=heads))
             elif how == "mean":
-                made.append(mean(place, of=outs[how][site], head=heads))
+                interventions.append(mean(f"{site}.out", of=outs[how][site], head=heads))
             else:
                 # Position by position, as far as the second text goes. A single token would broadcast to all positions.
                 only = [0] if outs[how][site].shape[-2] == 1 else None
-                made.append(patch(place, outs[how][site], head=heads, positions=only))
-        return made
+                interventions.append(patch(f"{site}.out", outs[how][site], head=heads, positions=only))
+        return interventions
 
     def _outs(self, run: Run, sites: Sequence[str]) -> dict[str, Tensor]:
         """The outputs of the heads at these sites in another run."""

@@ -32,13 +32,13 @@ MAX_UPLOADS = 16  # pictures or sounds in memory
 PICTURE_BYTES = 8_000_000
 
 
-def tokenizer_of(place: Path, model: Model) -> Tokenizer | None:
+def tokenizer_of(path: Path, model: Model) -> Tokenizer | None:
     """The tokenizer in a model's folder; None for a model of pictures."""
     if model.config.inputs == "patches":
         return None
     if model.config.inputs == "frames":
-        return find_tokenizer(place, model.config.vocab_size)
-    return load_tokenizer(place if place.is_dir() or place.suffix == ".gguf" else place.parent)
+        return find_tokenizer(path, model.config.vocab_size)
+    return load_tokenizer(path if path.is_dir() or path.suffix == ".gguf" else path.parent)
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class Source:
 class Inputs:
     """Makes a model's sources from the texts and the names of samples and uploads that the page sends."""
 
-    def __init__(self, model: Model, tokenizer: Tokenizer | None, place: Path | None) -> None:
+    def __init__(self, model: Model, tokenizer: Tokenizer | None, path: Path | None) -> None:
         self.model, self.config, self.maybe_tokenizer = model, model.config, tokenizer
-        self.place = place
+        self.path = path
         self.uploads: OrderedDict[str, Any] = OrderedDict()
         self._names: dict[int, str] = {}
 
@@ -148,8 +148,8 @@ class Inputs:
 
     @cached_property
     def _preparation(self) -> ImagePreprocessing:
-        if self.place is not None and self.place.is_dir():
-            return read_preprocessing(self.place, self.config.image_size)
+        if self.path is not None and self.path.is_dir():
+            return read_preprocessing(self.path, self.config.image_size)
         return ImagePreprocessing(size=(self.config.image_size, self.config.image_size))
 
     def _picture(self, text: str) -> Source:

@@ -30,11 +30,11 @@ def export_page(
     target: str | None = None,
     *,
     name: str,
-    place: Path | None = None,
+    path: Path | None = None,
     most: int = MAX_BYTES,
 ) -> str:
     """The page as one file that needs neither server nor network. It names the maps that did not fit."""
-    explorer = Explorer(model, tokenizer, name=name, place=place)
+    explorer = Explorer(model, tokenizer, name=name, path=path)
     model_info = explorer.description()
     run = {"model": name, "text": text or model_info["example"], "target": target, "second": None, "changes": []}
     state = {key: value for key, value in run.items() if key in ("model", "text", "target") and value}

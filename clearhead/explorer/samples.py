@@ -55,18 +55,18 @@ SENTENCES: tuple[str, ...] = (
 )
 
 
-def example_text(model: Model, tokenizer: Tokenizer | None, place: Path | None = None) -> str:
+def example_text(model: Model, tokenizer: Tokenizer | None, path: Path | None = None) -> str:
     """The text that the page starts with: a sample of the model's training run, else one that its vocabulary can spell."""
     if model.config.inputs != "tokens":
         return "sample:0"
     if tokenizer is None:
         return SENTENCES[0]
-    return _run_sample(place, tokenizer) or _spellable(model, tokenizer)
+    return _run_sample(path, tokenizer) or _spellable(model, tokenizer)
 
 
-def _run_sample(place: Path | None, tokenizer: Tokenizer) -> str | None:
+def _run_sample(path: Path | None, tokenizer: Tokenizer) -> str | None:
     """A held-out example from the journal of the training run, without the tokens that a tokenizer adds."""
-    journal = None if place is None else (place if place.is_dir() else place.parent) / "metrics.jsonl"
+    journal = None if path is None else (path if path.is_dir() else path.parent) / "metrics.jsonl"
     if journal is None or not journal.is_file():
         return None
     records, _ = read_metrics(journal.read_text(encoding="utf-8", errors="replace"))

@@ -19,16 +19,16 @@ DTYPES = {"uint8": "u1", "float32": "f4", "int32": "i4"}
 
 def pack(answer: Mapping[str, Any], **arrays: np.ndarray) -> bytes:
     """An answer's fields and arrays (uint8, float32 or int32) as bytes."""
-    places: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     parts: list[bytes] = []
     at = 0
     for name, array in arrays.items():
         raw = np.ascontiguousarray(array).tobytes()
-        places[name] = {"dtype": DTYPES[array.dtype.name], "shape": list(array.shape), "at": at}
+        entries[name] = {"dtype": DTYPES[array.dtype.name], "shape": list(array.shape), "at": at}
         padding = -len(raw) % 8
         parts += [raw, b"\0" * padding]
         at += len(raw) + padding
-    text = json.dumps(_finite({**answer, "arrays": places}), ensure_ascii=False, separators=(",", ":")).encode()
+    text = json.dumps(_finite({**answer, "arrays": entries}), ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(4 + len(text)) % 8)
     return struct.pack("<I", len(text)) + text + b"".join(parts)
 
@@ -38,9 +38,9 @@ def unpack(packed: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     (n,) = struct.unpack_from("<I", packed)
     answer: dict[str, Any] = json.loads(packed[4 : 4 + n])
     arrays: dict[str, np.ndarray] = {}
-    for name, place in answer.pop("arrays").items():
-        kind, count = np.dtype(f"<{place['dtype']}"), math.prod(place["shape"])
-        arrays[name] = np.frombuffer(packed, kind, count, 4 + n + place["at"]).reshape(place["shape"])
+    for name, entry in answer.pop("arrays").items():
+        kind, count = np.dtype(f"<{entry['dtype']}"), math.prod(entry["shape"])
+        arrays[name] = np.frombuffer(packed, kind, count, 4 + n + entry["at"]).reshape(entry["shape"])
     return answer, arrays
 
 

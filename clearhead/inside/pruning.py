@@ -1,9 +1,9 @@
-"""`prune`: a model without some of its heads, smaller and faster, that computes what the whole one does with them taken away.
+"""Pruning: a smaller and faster model without some heads. It computes what the whole model does when these heads are zeroed.
 
 smaller = prune(model, {3: [0, 5], "blocks.7.attention": [2]})
-ch.save(smaller, path)                        # loads again: its config says which heads are gone
+ch.save(smaller, path)                        # loads again: its config lists the pruned heads
 savings(model, smaller, tokens)               # parameters, and seconds of a call
-head_seconds(model, tokens)                   # of a call, what a head of each attention takes
+head_seconds(model, tokens)                   # of one head of each attention, in a call
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from clearhead.models import Model, build
 
 @dataclass(frozen=True)
 class Savings:
-    """What a pruned model takes, beside the whole one."""
+    """Parameters and time of a pruned model and of the whole one."""
 
     parameters: int
     parameters_before: int
@@ -35,10 +35,10 @@ class Savings:
 
 
 def prune(model: Model, heads: Mapping[int | str, Sequence[int]]) -> Model:
-    """The model without these heads: new weights, the old model as it was.
+    """A new model without these heads; the given one is unchanged.
 
-    `heads` are the numbers of each layer's heads, or of an attention's by its name ("decoder.blocks.2.cross"). A model that was
-    pruned before has its heads counted anew. Grouped heads share keys and values, and go in whole groups.
+    `heads` maps a layer's number, or an attention's name ("decoder.blocks.2.cross"), to numbers of heads. In a model that was
+    pruned before, heads are numbered as they are now. Grouped heads share keys and values, and must be removed in whole groups.
     """
     if any(isinstance(module, Packed) for module in model.modules()):
         raise InputError(
@@ -66,7 +66,7 @@ def prune(model: Model, heads: Mapping[int | str, Sequence[int]]) -> Model:
 
 @torch.no_grad()
 def savings(whole: Model, pruned: Model, *inputs: Tensor, rounds: int = 5, **options: Any) -> Savings:
-    """Parameters, and seconds of a call with these inputs, both models in turns."""
+    """Parameters, and seconds of a call with these inputs; both models are timed in turns."""
     before, after = (statistics.median(each) for each in _in_turns((whole, pruned), inputs, options, rounds))
     n_after, n_before = (sum(p.numel() for p in model.parameters()) for model in (pruned, whole))
     return Savings(n_after, n_before, after, before)
@@ -74,10 +74,10 @@ def savings(whole: Model, pruned: Model, *inputs: Tensor, rounds: int = 5, **opt
 
 @torch.no_grad()
 def head_seconds(model: Model, *inputs: Tensor, rounds: int = 7, **options: Any) -> dict[str, float | None]:
-    """Of a call with these inputs, the seconds that a head of each attention takes; None where noise hides it.
+    """The seconds of one head of each attention, in a call with these inputs; None if noise is larger.
 
-    Measured, not derived: half of the heads of all attentions of a kind are pruned, and both models run in turns. A head has
-    an equal share of the median difference, which counts if three of four rounds agree on its sign.
+    Measured, not derived: half of the heads of all attentions of a kind are pruned, and both models run in turns. Each head has
+    an equal share of the median difference, which counts if it is positive in three of four rounds.
     """
     config, found = model.config, dict[str, float | None]()
     group = config.n_heads // config.n_kv_heads
@@ -98,20 +98,20 @@ def head_seconds(model: Model, *inputs: Tensor, rounds: int = 7, **options: Any)
 def _in_turns(
     models: Sequence[Model], inputs: tuple[Tensor, ...], options: dict[str, Any], rounds: int
 ) -> list[list[float]]:
-    """The seconds of each round's call, for each model."""
+    """For each model, the seconds of its call in each round."""
     times: list[list[float]] = [[] for _ in models]
     for _ in range(rounds + 1):
-        for model, seen in zip(models, times, strict=True):
+        for model, seconds in zip(models, times, strict=True):
             began = time.perf_counter()
             model(*inputs, **options)
             if next(model.parameters()).is_cuda:
                 torch.cuda.synchronize()
-            seen.append(time.perf_counter() - began)
-    return [seen[1:] for seen in times]  # the first one warms up
+            seconds.append(time.perf_counter() - began)
+    return [seconds[1:] for seconds in times]  # the first round is for warming up
 
 
 def parameters_of_head(config: Config) -> int:
-    """What one head takes: its part of q and of the output, and of k and v its share."""
+    """The parameters of one head: its part of q and of the output projection, and its share of k and v."""
     each = {"q": 1.0, "k": 1 / (config.n_heads // config.n_kv_heads), "v": 1 / (config.n_heads // config.n_kv_heads)}
     biases = sum(share for letter, share in each.items() if letter in config.attention_bias)
     return round(config.d_head * ((sum(each.values()) + 1) * config.d_model + biases))
@@ -132,7 +132,7 @@ def _place(key: int | str, config: Config) -> str:
 
 
 def _cut(state: dict[str, Tensor], place: str, before: Config, after: Config) -> None:
-    """Take the rows of q, k and v, and the columns of the output, that belong to the heads that stay."""
+    """Keep only the rows of q, k and v and the columns of the output projection of the remaining heads."""
     was, stays = before.kept_heads(place), after.kept_heads(place)
     if was == stays:
         return

@@ -119,11 +119,11 @@ class GeneratedText:
             assert request.source is not None
             self.prompt = self.prompt or [start_token(self.model)]
             self.source = [int(id) for id in request.source]
-            self.stack, self.place = self.model.decoder, "decoder."
+            self.stack, self.prefix = self.model.decoder, "decoder."
         else:
             if not self.prompt and self.model.generation.bos is not None:
                 self.prompt = [self.model.generation.bos]
-            self.stack, self.place = self.model, ""
+            self.stack, self.prefix = self.model, ""
         first = len(self.prompt) - 1
         self.rows = slice(first, first + len(self.written))  # the states that chose the generated tokens
 
@@ -165,7 +165,7 @@ def explain(
         answer["tokens"]["source"] = text.names(text.source)
     if not text.written:
         return answer
-    layers = [f"{text.place}embedding", *(f"{text.place}blocks.{n}.residual" for n in range(len(text.stack.blocks)))]
+    layers = [f"{text.prefix}embedding", *(f"{text.prefix}blocks.{n}.residual" for n in range(len(text.stack.blocks)))]
     with ExitStack() as attached:
 
         def record(*names: str, **kept: Any) -> Seen:

@@ -39,8 +39,7 @@ HEADERS = {
 def explorer_router(service: Service) -> APIRouter:
     router, workers = APIRouter(), service.workers
     explorers = {
-        name: Explorer(worker.model, worker.tokenizer, name=name, place=worker.place)
-        for name, worker in workers.items()
+        name: Explorer(worker.model, worker.tokenizer, name=name, path=worker.path) for name, worker in workers.items()
     }
 
     @router.get("/")

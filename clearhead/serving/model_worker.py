@@ -92,9 +92,9 @@ class ModelWorker:
     """A model under a name. A model that generates has an engine and its thread; an encoder runs in a thread per request."""
 
     def __init__(
-        self, name: str, model: Model, tokenizer: Tokenizer | None, *, place: Path | None = None, **engine: Any
+        self, name: str, model: Model, tokenizer: Tokenizer | None, *, path: Path | None = None, **engine: Any
     ):
-        self.name, self.model, self.tokenizer, self.place = name, model.eval(), tokenizer, place
+        self.name, self.model, self.tokenizer, self.path = name, model.eval(), tokenizer, path
         self.created = int(time.time())
         self.lock = asyncio.Lock()  # a model without an engine computes one request at a time
         self.engine: Engine | None = None
@@ -297,7 +297,7 @@ def _set(future: asyncio.Future[Any], result: Any) -> None:
             future.set_result(result)
 
 
-def load_worker(place: Path, name: str, *, device: str, quantize: str | None = None, **engine: Any) -> ModelWorker:
-    """A worker for the model at `place`."""
-    model = load(place, device=device, quantize=quantize, dtype=torch.float32 if device == "cpu" else None)
-    return ModelWorker(name, model, tokenizer_of(place, model), place=place, **engine)
+def load_worker(path: Path, name: str, *, device: str, quantize: str | None = None, **engine: Any) -> ModelWorker:
+    """A worker for the model at `path`."""
+    model = load(path, device=device, quantize=quantize, dtype=torch.float32 if device == "cpu" else None)
+    return ModelWorker(name, model, tokenizer_of(path, model), path=path, **engine)

@@ -19,7 +19,7 @@ PANELS = ["heads", "lens", "flow", "generate", "positions", "sandbox", "geometry
 @pytest.mark.parametrize("name", ["gpt", "translator", "classes", "digits"])
 def test_an_exported_page_needs_nothing(open_page: Open, places: dict[str, Path], tmp_path: Path, name: str) -> None:
     model = ch.load(places[name])
-    page = export_page(model, tokenizer_of(places[name], model), name=name, place=places[name])
+    page = export_page(model, tokenizer_of(places[name], model), name=name, path=places[name])
     file = tmp_path / "page.html"
     file.write_text(page, encoding="utf-8")
     assert file.stat().st_size < 10_000_000

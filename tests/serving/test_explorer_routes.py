@@ -46,7 +46,7 @@ def run_of(model: str, text: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["gpt", "translator", "encoder"])
 def test_answers_are_the_explorers(address: str, places: dict[str, Path], name: str) -> None:
     model = ch.load(places[name])
-    explorer = Explorer(model, tokenizer_of(places[name], model), name=name, place=places[name])
+    explorer = Explorer(model, tokenizer_of(places[name], model), name=name, path=places[name])
     run = run_of(name, "the cat sat on the mat")
     attention = explorer.description()["attentions"][0]
     for kind, params in (
