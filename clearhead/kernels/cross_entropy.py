@@ -1,8 +1,7 @@
-"""Cross-entropy over a vocabulary, without ever holding all the logits.
+"""Cross-entropy over a vocabulary, without holding all logits at once.
 
-Logits for a batch of 32 x 1,024 tokens and 50,257 words are 6.6 GB in float32, several times the model. Here they exist for a
-few thousand tokens at a time; of each such chunk the loss and its gradients are computed at once and the logits are dropped.
-The number of products is the same as for the plain loss: nothing is computed twice.
+Logits for a batch of 32 x 1,024 tokens and 50,257 words are 6.6 GB in float32, several times the model. Here they are computed
+for a few thousand tokens at a time, with the loss and its gradients, and then dropped. No product is computed twice.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ def cross_entropy(
     chunk: int = 0,
     eight: bool = False,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Int[Tensor, ""]]:
-    """The sum over all targets of -log p(target), with p = softmax(x W^T + b); what to minimise; and how many are guessed right.
+    """Returns the loss, the sum over all targets of -log p(target), with p = softmax(x W^T + b); the loss with label smoothing,
+    which is to be minimised; and the number of targets that are the likeliest token.
 
-    With `smoothing` e, what to minimise is (1 - e) times that sum plus e times the mean over the vocabulary (section 5.4 of
-    the paper); the first value stays the plain one. Gradients flow from the second only. Targets of IGNORED do not count.
-    With `eight`, the products are those of float8.py.
+    With `smoothing` e, the second is (1 - e) times the first plus e times the mean of -log p over the vocabulary (section 5.4
+    of the paper). Gradients come from the second only. Targets of IGNORED do not count. With `eight`, products are in fp8.
     """
     rows = chunk or even_rows(targets.numel(), weight.shape[0], x.device.type)
     if eight:
         rows = -(-rows // 16) * 16
-    # Asked here, since inside the function gradients are off and compilers differ in what they tell.
+    # Read here: inside an autograd.Function gradients are off, and compilers differ in what requires_grad says there.
     wanted = tuple(torch.is_grad_enabled() and y is not None and y.requires_grad for y in (x, weight, bias))
     if not any(wanted):
         x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
@@ -56,7 +55,7 @@ def cross_entropy(
 
 
 def even_rows(n: int, vocab_size: int, device: str) -> int:
-    """How many rows a chunk has: as few chunks as may be, of one size."""
+    """The rows of a chunk: as few chunks as possible, of equal size."""
     most = max(1, LOSS_CHUNK.get(device, 2**26) // vocab_size)
     return max(1, math.ceil(n / math.ceil(n / most))) if n else 1
 
@@ -76,7 +75,7 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         exact = torch.promote_types(x.dtype, torch.float32)
         V = len(weight)
-        # Rows of logits that start at odd places cost several times as much (GPT-2's 50,257 words).
+        # Rows of logits that are not aligned cost several times as much (GPT-2's vocabulary of 50,257).
         if (x.is_cuda or eight) and V % 16:
             weight = F.pad(weight, (0, 0, 0, -V % 64))
             bias = None if bias is None else F.pad(bias, (0, -V % 64))
@@ -85,16 +84,16 @@ class _CrossEntropy(torch.autograd.Function):
         grads_x: list[Tensor] = []
         grad_weight: Tensor | None = None
         grad_bias: Tensor | None = None
-        # Nothing is written into a tensor twice: torch 2.11's compiler loses what is, where a tensor is saved for backward.
+        # Sums are not in place: torch 2.11's compiler loses writes to a tensor that is saved for the backward pass.
         for start in range(0, max(len(x), 1), rows):
             part, target = x[start : start + rows], targets[start : start + rows]
             logits = F.linear(part, weight, bias) if rounded is None else rounded.logits(start, len(part), bias)
             *losses, log_sum, grad = on_chunk(logits, target, smoothing, V, wanted=any(wanted) and rounded is None)
             totals = losses if not totals else [total + loss for total, loss in zip(totals, losses, strict=True)]
             if rounded is not None:
-                grad, turned = row_gradients(logits, target, log_sum, smoothing, V)
-                of_x, of_weight = rounded.gradients(start, grad, turned)
-                of_bias = turned.float().sum(1) / SCALE if bias is not None and wanted[2] else None
+                grad, grad_t = row_gradients(logits, target, log_sum, smoothing, V)
+                of_x, of_weight = rounded.gradients(start, grad, grad_t)
+                of_bias = grad_t.float().sum(1) / SCALE if bias is not None and wanted[2] else None
             elif grad is not None:
                 of_x, of_weight = grad @ weight if wanted[0] else None, grad.T @ part if wanted[1] else None
                 of_bias = grad.sum(0, dtype=exact) if bias is not None and wanted[2] else None
@@ -102,7 +101,7 @@ class _CrossEntropy(torch.autograd.Function):
                 continue
             if of_x is not None:
                 grads_x.append(of_x)
-            if of_weight is not None:  # sums over chunks keep their precision
+            if of_weight is not None:  # summed over chunks in float32
                 of_weight = of_weight[:V].to(exact)
                 grad_weight = of_weight if grad_weight is None else grad_weight + of_weight
             if of_bias is not None:
@@ -111,7 +110,7 @@ class _CrossEntropy(torch.autograd.Function):
         plain, smoothed, correct = totals
         ctx.save_for_backward(grad_x, grad_weight, grad_bias)
         ctx.dtype = weight.dtype
-        # Without smoothing both losses are one number, and a function does not return one tensor twice.
+        # Without smoothing both losses are the same tensor, which must not be returned twice.
         return (smoothed, correct, plain) if smoothing else (smoothed, correct)
 
     @staticmethod
@@ -126,11 +125,11 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class Rounded:
-    """x and the weight in 8 bits, as float8.py has them; scales are of what is there, since these are rounded once a pass."""
+    """x and the weight in fp8, each also transposed; each is scaled by its own largest number."""
 
     def __init__(self, x: Float[Tensor, "n D"], weight: Float[Tensor, "W D"]) -> None:
-        self.back_x, self.x, self.turned_x = self._round(x)
-        self.back_weight, self.weight, self.turned_weight = self._round(weight)
+        self.back_x, self.x, self.x_t = self._round(x)
+        self.back_weight, self.weight, self.weight_t = self._round(weight)
         self.back = torch.full_like(self.back_x, 1 / SCALE)
 
     def _round(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,23 +140,23 @@ class Rounded:
     def logits(self, start: int, n: int, bias: Tensor | None) -> Tensor:
         return float8.multiply(self.x[start : start + n], self.weight, self.back_x, self.back_weight, bias)
 
-    def gradients(self, start: int, grad: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
-        """Of x and of the weight; `turned` may be longer by zeros, as `turned_x` is.
+    def gradients(self, start: int, grad: Tensor, grad_t: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of x and of the weight. `grad_t` is the transposed `grad`; it may end in zeros, as `x_t` does.
 
-        Beside a target's 1 most of a gradient are probabilities so small that sums of 14 bits would lose them.
+        Summed exactly: most of a gradient are small probabilities, which sums of 14 bits would lose beside a target's 1.
         """
-        of_x = float8.multiply(grad, self.turned_weight, self.back, self.back_weight, exact=True)
-        part = self.turned_x[:, start : start + turned.shape[1]]
-        return of_x, float8.multiply(turned, part, self.back, self.back_x, exact=True)
+        of_x = float8.multiply(grad, self.weight_t, self.back, self.back_weight, exact=True)
+        part = self.x_t[:, start : start + grad_t.shape[1]]
+        return of_x, float8.multiply(grad_t, part, self.back, self.back_x, exact=True)
 
 
 def on_chunk(
     logits: Float[Tensor, "n W"], targets: Int[Tensor, "n"], smoothing: float, V: int, *, wanted: bool
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Int[Tensor, ""], Float[Tensor, " n"], Float[Tensor, "n W"] | None]:
-    """Plain loss, smoothed loss, correct guesses, each row's log-sum-exp, and the gradient if it is wanted; of V columns."""
+    """Loss, smoothed loss, number of correct rows, each row's log-sum-exp, and the gradient if it is wanted; over V columns."""
     if logits.is_cuda and has_triton() and logits.dtype != torch.float64:
         rows, grad = row_losses(logits, targets, smoothing, V, wanted)
-        plain = rows[0].sum()  # not all sums at once: views of one result confuse torch 2.11's compiler
+        plain = rows[0].sum()  # sums one by one: views of one result confuse torch 2.11's compiler
         smoothed = (1 - smoothing) * plain + smoothing * rows[1].sum() if smoothing else plain
         return plain, smoothed, rows[2].sum().long(), rows[3], grad if wanted else None
     plain, smoothed, correct, log_sum = chunk_losses(logits[:, :V], targets, smoothing)
@@ -204,7 +203,7 @@ def _(logits: Tensor, targets: Tensor, log_sum: Tensor, smoothing: float, V: int
 def chunk_losses(
     logits: Float[Tensor, "n V"], targets: Int[Tensor, "n"], smoothing: float
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Int[Tensor, ""], Float[Tensor, "n"]]:
-    """Plain loss, smoothed loss, correct guesses, and each row's log of the sum of exponentials."""
+    """Loss, smoothed loss, number of correct rows, and each row's log-sum-exp."""
     # bfloat16 keeps 8 significant bits: too few for a log-sum-exp over the vocabulary.
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     real = targets != IGNORED
@@ -227,9 +226,7 @@ def chunk_gradient(
     grad = torch.exp(logits.to(log_sum.dtype) - log_sum[:, None])
     if smoothing:
         grad = grad - smoothing / V
-    if (
-        torch.compiler.is_compiling()
-    ):  # all of it becomes one pass over the logits; scattering would write them out wide
+    if torch.compiler.is_compiling():  # fused into one pass over the logits; scatter_add_ would need them in float32
         columns = torch.arange(logits.shape[1], device=logits.device)
         grad = grad - (1 - smoothing) * (columns == targets[:, None])
         return torch.where(real & (columns < V), grad, 0.0).to(logits.dtype)
