@@ -1,7 +1,17 @@
-"""What a model costs, in closed form: parameters, operations, memory, what fits (none of these loads torch); how many directions
-its width holds; and what this machine can do, measured.
+"""What a model costs: parameters, FLOPs and memory in closed form, and measured.
 
-May import: errors, config, layers, models, families, checkpoint.
+forecast.py     cost: the forecast of a call, a training step or a generated token
+parameters.py   parameters and weight bytes
+flops.py        floating-point operations
+activations.py  what training keeps for the backward pass
+capacity.py     the largest batch or length that fits, the number of devices
+units.py        "80GB", "400T", and back
+hardware.py     peak FLOP/s and memory of this machine
+measurement.py  the same numbers, measured
+geometry.py     how many nearly orthogonal directions fit into a width
+
+Only hardware.py, measurement.py and geometry.embedding_angles load torch.
+May import: errors, config, kernels, layers, models, quantization, families, checkpoint.
 """
 
 from clearhead.costs.forecast import Cost, cost

@@ -1,19 +1,19 @@
-"""What training keeps between the forward and the backward pass, in bytes, in closed form (and without torch).
+"""Activations: what training keeps between the forward and the backward pass, in bytes, in closed form (and without torch).
 
-Read off what autograd saves, layer by layer, with eager layers and the fused kernel. Per token, with c bytes a number of what
-is computed (2 under bfloat16 autocast, else 4), width D, feed-forward width F, H heads of total width Q and key/value width K:
+As autograd saves it, layer by layer, with eager layers and fused attention. Bytes per token, with c bytes for each computed
+number (2 under bfloat16 autocast, else 4), width D, feed-forward width F, H heads of total width Q and key/value width K:
 
-    norm           4 (D + 2)                    its input, mean and deviation; rms on a CPU keeps the normed numbers too
-    attention      c (D + Q + 2K) + c Q + 4H    its input, q k v, the result, and the log-sum-exp of each row
+    norm           4 (D + 2)                    its input, mean and deviation; rms on a CPU also its output
+    attention      c (D + Q + 2K) + c Q + 4H    its input, q k v, its output, and the log-sum-exp of each row
     feedforward    c (D + 2F)                   its input, before and after the activation; relu F, gated 4F
     dropout        c D, on CUDA 1 D             which numbers were dropped
-    head           c D + 4V                     its input, and log-probabilities unless the loss goes chunk by chunk
+    head           c D + 4V                     its input, and log-probabilities unless the loss is computed in chunks
 
-The residual stream itself stays float32. Under autocast the bfloat16 copies of the weights are kept as well. Queries and
-keys that are turned or normed are kept beside the originals. A mask or bias that is no plain causal one is written out by
-each layer; where no kernel fuses it (on a CPU a trained bias or dropout of weights; on CUDA a trained bias with shared key
-heads) weights of T x S a head are kept in float32. CUDA's rms norm of queries and keys keeps its input and one number a row.
-Not counted: masks of padded or packed rows.
+The residual stream is float32. Under autocast the bfloat16 copies of the weights are kept too. Queries and keys with rotary
+positions or a norm are kept before and after it. A mask or bias other than a causal mask is a tensor in each layer. Without a
+fused kernel for it (on a CPU a trained bias or attention dropout; on CUDA a trained bias with shared key heads) the weights,
+T x S for each head, are kept in float32. CUDA's rms norm of queries and keys keeps its input and one number for each row.
+Masks of padded or packed rows are not counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from clearhead.limits import WRITTEN_OUT, is_narrow
 
 @dataclass(frozen=True)
 class Setting:
-    """How it is run: in bfloat16 or not, on a CPU or on CUDA. `size` is the bytes of a number computed."""
+    """How the model runs: under bfloat16 autocast or not, on a CPU or on CUDA. `size`: bytes of a computed number."""
 
     half: bool
     cuda: bool
@@ -42,22 +42,23 @@ class Setting:
 def count_saved(
     config: Config, batch: int, at: Lengths, setting: Setting, *, logits: int, checkpointing: bool = False
 ) -> dict[str, int]:
-    """Bytes kept for the backward pass, by part; `logits` is of how many positions the log-probabilities are kept.
+    """Bytes kept for the backward pass, by part. `logits`: the number of positions whose log-probabilities are kept.
 
-    "projections" hold what is linear in the length, "attention" what grows with its square, "norm" the stream that norms read.
-    With checkpointing each block keeps its input alone, a part of the stream. autocast's copies of weights are with their parts.
+    "projections" is what is linear in the length, "attention" what grows with its square, "norm" the inputs of norms, that is
+    the residual stream. With checkpointing each block keeps only its input, counted as "norm". Autocast's copies of weights
+    are counted with their parts.
     """
     c, T, S = config, at.target, at.source
     total = {"embedding": _entry(c, batch, at, setting), "projections": 0, "attention": 0, "feedforward": 0, "norm": 0}
     total["head"] = _head(c, batch, T, S, setting, logits)
     if checkpointing:
-        tokens = c.n_layers * (S or T) + c.n_decoder_layers * T + S  # the decoder's blocks share the memory
+        tokens = c.n_layers * (S or T) + c.n_decoder_layers * T + S  # the decoder's blocks share the encoder's output
         total["norm"] = 4 * batch * tokens * c.d_model
     else:
         for layers, block in count_blocks(c, batch, at, setting):
             for part, n in block.items():
                 total[part] += layers * n
-        if S and not setting.half:  # all layers read the same memory; under autocast each makes its copy
+        if S and not setting.half:  # all layers share the encoder's output; under autocast each has a copy
             total["projections"] -= (c.n_decoder_layers - 1) * 4 * batch * S * c.d_model
     for part, n in count_copies(c, setting).items():
         total[part] += 0 if checkpointing and part in ("projections", "feedforward") else n
@@ -65,13 +66,13 @@ def count_saved(
 
 
 def count_copies(config: Config, setting: Setting) -> dict[str, int]:
-    """The bfloat16 copies of weights that autocast makes and keeps."""
+    """Bytes of the bfloat16 copies of weights that autocast keeps."""
     names = {"attention": "projections"}
     return {names.get(part, part): 2 * n for part, n in count_matrices(config).items()} if setting.half else {}
 
 
 def count_blocks(config: Config, batch: int, at: Lengths, setting: Setting) -> list[tuple[int, dict[str, int]]]:
-    """For each kind of block, how many there are and the bytes of one. A stack has one kind, unless heads were pruned."""
+    """For each kind of block: how many there are, and the bytes of one. A stack has several kinds only if heads are pruned."""
     c, T, S = config, at.target, at.source
     kinds = Counter[tuple[str, tuple[int, ...]]]()
     for stack, layers in (("encoder.", c.n_layers), ("decoder.", c.n_decoder_layers)) if S else (("", c.n_layers),):
@@ -92,7 +93,7 @@ def count_blocks(config: Config, batch: int, at: Lengths, setting: Setting) -> l
 def _block(
     c: Config, batch: int, T: int, S: int, heads: tuple[int, ...], setting: Setting, *, causal: bool
 ) -> dict[str, int]:
-    """S > 0 gives it cross-attention over S positions; `heads` are those of each attention."""
+    """Bytes of one block. With S > 0 it has cross-attention over S positions. `heads`: the number of heads of each attention."""
     steps, tokens = (3 if S else 2), batch * T
     dropped = (1 if setting.cuda else setting.size) * c.d_model if c.dropout else 0
     projections = _attention(c, batch, T, T, heads[0], setting)
@@ -115,7 +116,7 @@ def _norm(c: Config, setting: Setting) -> int:
 
 
 def _widths(c: Config) -> int:
-    """How many tensors of the feed-forward's width are kept."""
+    """The number of tensors of the feed-forward's width that are kept."""
     if c.gated:
         return 5 if c.feedforward == "relu2" else 4
     return 1 if c.feedforward == "relu" else 2
@@ -126,10 +127,10 @@ def _attention(c: Config, batch: int, T: int, S: int, heads: int, setting: Setti
     size, d_q, d_kv = setting.size, heads * c.d_head, kv_heads * c.d_head
     queries, keys = batch * T, batch * S
     rotary = c.positions == "rotary" and not cross
-    total = size * queries * (c.d_model + d_q)  # the input, and the result as the output projection reads it
+    total = size * queries * (c.d_model + d_q)  # its input, and its output as the input of the output projection
     total += size * keys * c.d_model if cross else 0
     if c.qk_norm:
-        # CUDA's kernel reads what is kept anyway; a CPU keeps the normed numbers, and under autocast their input, widened.
+        # CUDA's kernel needs only its input; on a CPU its output is kept, and under autocast its input in float32.
         copies = 0 if setting.cuda else 2 if setting.half else 1
         total += 4 * (queries * (copies * d_q + heads) + keys * (copies * d_kv + kv_heads))
     if c.kernel == "explicit":
@@ -139,38 +140,38 @@ def _attention(c: Config, batch: int, T: int, S: int, heads: int, setting: Setti
     total += size * (queries * d_q + 2 * keys * d_kv) + 4 * queries * heads
     if rotary or c.qk_norm:
         total += size * (queries * d_q + keys * d_kv)
-    # The kernel lays its result out as the queries lie; turned or normed ones lie head by head, and it is copied.
+    # The kernel's output has the layout of the queries. After rotary or a norm that is head by head: the output is copied.
     if (rotary and not c.rotary_interleaved) or c.qk_norm or (is_narrow(c.window, T) and not cross):
         total += size * queries * d_q
     return total
 
 
 def _weights_kept(c: Config, setting: Setting, *, cross: bool = False) -> int:
-    """Bytes kept for each pair of a query and a key, a head: none where a fused kernel runs."""
+    """Bytes kept for each pair of a query and a key in each head: 0 with a fused kernel."""
     if c.kernel == "explicit":
         return 4 + setting.size * (2 if c.attention_dropout else 1)
-    if (not cross and _is_apart(c, setting)) or (c.attention_dropout and not setting.cuda):
+    if (not cross and _has_no_kernel(c, setting)) or (c.attention_dropout and not setting.cuda):
         return 4 * (3 if c.attention_dropout else 1)
     return 0
 
 
-def _is_apart(c: Config, setting: Setting) -> bool:
-    """A bias that learns: no kernel of a CPU gives it a gradient, and of CUDA's only one that knows no shared keys."""
+def _has_no_kernel(c: Config, setting: Setting) -> bool:
+    """Whether no fused kernel can train the bias: none on a CPU, and on CUDA none with shared key heads."""
     return c.positions == "t5" and (not setting.cuda or c.n_kv_heads != c.n_heads)
 
 
 def _written_out(c: Config, T: int, heads: int, setting: Setting, *, causal: bool) -> int:
-    """A layer's own copy of a mask or bias that is no plain causal one, where it is small enough to be written out."""
+    """Bytes of a layer's mask or bias tensor: of any but a causal mask, up to WRITTEN_OUT pairs."""
     biased = c.positions in ("alibi", "t5")
     pairs = T * T * (heads if biased else 1)
     if not (biased or 0 < c.window < T) or is_narrow(c.window, T) or pairs > WRITTEN_OUT:
         return 0
-    fused = c.kernel != "explicit" and not _is_apart(c, setting) and (setting.cuda or not c.attention_dropout)
+    fused = c.kernel != "explicit" and not _has_no_kernel(c, setting) and (setting.cuda or not c.attention_dropout)
     return setting.size * pairs if fused else T * T * int(causal)
 
 
 def _entry(c: Config, batch: int, at: Lengths, setting: Setting) -> int:
-    """Ids, or the convolutions' inputs; what comes before the first block of each stack."""
+    """What is kept before the first block of each stack: ids, positions, the inputs of convolutions."""
     lengths = [at.target] + ([at.source] if at.source else [])
     tokens = batch * sum(lengths)
     total = tokens * (_norm(c, setting) if c.embedding_norm else 0)
@@ -179,7 +180,7 @@ def _entry(c: Config, batch: int, at: Lengths, setting: Setting) -> int:
     total += 8 * ids * (2 if c.n_segments else 1)
     if c.inputs == "patches":
         total += setting.size * batch * c.n_channels * c.image_size**2
-    if c.inputs == "frames":  # the first convolution's input; what the activations read and the second convolution
+    if c.inputs == "frames":  # the inputs of both convolutions and of their activations
         total += setting.size * batch * at.source * (2 * c.n_mels + 5 * c.d_model)
     tables = {"rotary": c.d_head * (8 if c.rotary_interleaved else 4), "learned": 8}.get(c.positions, 0)
     total += sum(lengths) * tables
@@ -187,11 +188,11 @@ def _entry(c: Config, batch: int, at: Lengths, setting: Setting) -> int:
 
 
 def _head(c: Config, batch: int, T: int, S: int, setting: Setting, logits: int) -> int:
-    """The last norm of each stack, and what the head keeps."""
+    """What the last norm of each stack and the head keep."""
     total = batch * (T + S) * (_norm(c, setting) if c.norm_first else 0)
     if c.head == "none":
         return total
-    if c.head == "classes":  # one state a row; a view of it keeps them all
+    if c.head == "classes":  # one state for each row; a view of it keeps all states
         return total + 4 * batch * c.d_model * (1 if setting.half or c.pool == "mean" else T)
     total += setting.size * batch * T * c.d_model + 4 * logits * c.vocab_size
     if c.head_transform:

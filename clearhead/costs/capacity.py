@@ -8,14 +8,14 @@ from clearhead.config import Config
 from clearhead.costs.forecast import cost
 from clearhead.errors import ConfigError
 
-MOST = 2**40  # where a search for the largest ends: nothing real is larger
+MOST = 2**40  # the search ends here
 MOST_DEVICES = 2**20
 
 
 def largest(config: Config, memory: int, vary: str, **given: Any) -> int:
-    """The largest `vary`, "batch" or "length", with which the forecast's peak stays within `memory` bytes; 0: not even 1.
+    """The largest "batch" or "length" (`vary`) whose forecast peak fits in `memory` bytes; 0 if not even 1 fits.
 
-    `given` is what else `cost` takes. In an encoder-decoder the source grows with the length, where it is not given.
+    `given`: the other arguments of `cost`. In an encoder-decoder the source length grows with the length unless it is given.
     """
     if vary not in ("batch", "length"):
         raise ConfigError(f"vary={vary!r} is not known; choose 'batch' or 'length'")
@@ -36,9 +36,9 @@ def largest(config: Config, memory: int, vary: str, **given: Any) -> int:
 
 
 def devices_needed(config: Config, memory: int, **given: Any) -> int | None:
-    """How many devices of `memory` bytes it takes; None: no number of them is enough, as each needs its own activations.
+    """The number of devices of `memory` bytes that are needed; None if no number is enough, as each has its own activations.
 
-    Training shares weights, gradients and state among them (FSDP), each with a batch of its own. Elsewhere all is split evenly.
+    In training they share weights, gradients and optimizer state (FSDP), each with its own batch. Else all is split evenly.
     """
     if given.get("mode") != "train":
         return -(-cost(config, **given).peak_bytes // memory)

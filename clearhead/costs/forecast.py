@@ -1,10 +1,10 @@
-"""What a call, a training step or a generated token will cost, before anything is built (and without torch).
+"""The forecast of what a call, a training step or a generated token costs, before anything is built (and without torch).
 
     cost(config, batch=8, length=1024, mode="train", precision="bfloat16").peak_bytes
 
-Exact: parameters, operations, weights, gradients, the cache. What training keeps for the backward pass is exact to a few
-percent (activations.py says how it comes about). The peak is a sum of these and of what is at work at the worst moment; an
-allocator's rounding, a compiled graph's own choices and what torch itself takes are not in it.
+Parameters, FLOPs, weights, gradients and cache are exact. What training keeps for the backward pass is exact to a few percent
+(activations.py lists it). The peak is the sum of these and of temporary tensors at the worst moment; it does not include an
+allocator's rounding, the choices of a compiled graph, and torch itself.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """A forecast, for one device. `parts` holds each of its numbers part by part: `cost.parts["flops"]["attention"]`.
+    """A forecast for one device. `parts` splits each number by part: `cost.parts["flops"]["attention"]`.
 
-    The parts: "embedding" with positions, "projections" (q, k, v and output), "attention" (all that grows with the square of
-    the length, and the cache), "feedforward", "norm" with the residual stream it reads, "head".
+    The parts: "embedding" with positions, "projections" (q, k, v and output), "attention" (what grows with the square of the
+    length, and the cache), "feedforward", "norm" with the residual stream it reads, "head".
 
-    `flops` are what operators count: all pairs of attention, and what checkpointing computes again. `useful_flops` are the
-    work the result needs: allowed pairs, everything once. Utilisation is useful_flops / seconds / the machine's peak;
-    papers that count all pairs (PaLM's way) use `flops` without checkpointing, and come out a little higher.
+    `flops` is what operators count: all pairs of attention, and what checkpointing computes again. `useful_flops` is the work
+    that the result needs: allowed pairs, everything once. Utilisation is useful_flops / seconds / the machine's peak. Papers
+    that count all pairs, as PaLM's, use `flops` without checkpointing: a little higher.
     """
 
     params: int
@@ -50,13 +50,13 @@ class Cost:
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    activation_bytes: int  # training: kept for the backward pass; else: what is at work at the widest place
+    activation_bytes: int  # training: kept for the backward pass; else: temporary tensors at the widest place
     kv_cache_bytes: int
     peak_bytes: int
     parts: Mapping[str, Mapping[str, int]]
 
     def seconds(self, rate: float, bandwidth: float = math.inf) -> float:
-        """The time at `rate` operations a second; no less than weights and cache take to be read, at `bandwidth` bytes a second."""
+        """The time at `rate` FLOP/s, but at least the time to read weights and cache at `bandwidth` bytes a second."""
         return max(self.flops / rate, (self.weight_bytes + self.kv_cache_bytes) / bandwidth)
 
 
@@ -79,61 +79,101 @@ def cost(
 ) -> Cost:
     """The forecast for `batch` rows of `length` tokens on one device.
 
-    "forward" is one call without gradients, "train" one forward and backward pass and the optimizer's state, "decode" one more
-    token a row with a cache that then holds `length`. Lengths not given are the longest the config allows; for sound,
-    `source_length` counts what the convolutions leave, half the frames. In training, weights are float32 and "bfloat16"
-    means autocast; elsewhere the weights themselves are bfloat16, or with `quantize` int8 or int4 (layers/quantized.py).
+    mode: "forward" is one call without gradients; "train" one forward and backward pass, and the optimizer's state; "decode" one
+    more token for each row, with a cache that then holds `length` tokens. Lengths that are not given are the longest that the
+    config allows; for sound, `source_length` counts positions after the convolutions: half the frames. In training, weights are
+    float32 and precision="bfloat16" means autocast; else the weights themselves are bfloat16, or int8 or int4 with `quantize`.
 
-    `shards` devices work on a batch each. With "fsdp" they share weights, gradients and optimizer state, and gather for a
-    moment what they compute with: two blocks, and all that is in no block. With "ddp" each holds everything, and the gradients
-    once more to exchange them. With `accumulation` above 1 the gradients of one pass are still there in the next.
+    `shards` devices work on one batch each. With parallel="fsdp" they share weights, gradients and optimizer state, and gather
+    two blocks at a time, and all that is in no block. With "ddp" each holds everything, and a second copy of the gradients to
+    exchange them. With `accumulation` above 1, gradients of earlier passes are there while activations are.
     """
     _check_choices(mode=mode, precision=precision, optimizer=optimizer, parallel=parallel, device=device)
     _check_counts(batch=batch, shards=shards, accumulation=accumulation)
+    _check_mode(config, mode, quantize)
+    at = check_lengths(config, length, source_length)
+    setting = Setting(half=precision == "bfloat16", cuda=device == "cuda")
+    sharded = shards if parallel == "fsdp" else 1
+    weights = _parts(count_weight_bytes(config, 4 if mode == "train" else setting.size, quantize))
+    figures = {"params": _parts(count_parameters(config)), "weight_bytes": _share(weights, sharded)}
+    if mode == "train":
+        found, transient = _training(
+            config,
+            batch,
+            at,
+            setting,
+            logits=0 if chunked_loss else batch * at.target,
+            checkpointing=checkpointing,
+            optimizer=optimizer,
+            sharded=sharded,
+            exchanges=parallel == "ddp" and shards > 1,
+            accumulates=accumulation > 1,
+        )
+    else:
+        found, transient = _inference(config, batch, at, setting, decodes=mode == "decode")
+    figures |= found
+    kept = (figures[name] for name in ("weight_bytes", "optimizer_bytes", "kv_cache_bytes"))
+    figures["peak_bytes"] = _sum(*kept, _gathered(config, weights, sharded), transient)
+    return Cost(**{name: _total(parts) for name, parts in figures.items()}, parts=figures)
+
+
+def _check_mode(config: Config, mode: str, quantize: str | None) -> None:
     if quantize is not None:
         _check_choices(quantize=quantize)
         if mode == "train":
             raise ConfigError(f"quantised weights can not be trained; got quantize={quantize!r}; use mode='forward'")
     if mode == "decode" and config.shape == "encoder":
         raise ConfigError("mode='decode' is for models that write; got shape='encoder'; use mode='forward'")
-    at = check_lengths(config, length, source_length)
-    if mode == "decode":
-        at = Lengths(1, at.source, past=at.target - 1)
-    setting = Setting(half=precision == "bfloat16", cuda=device == "cuda")
-    divided = shards if parallel == "fsdp" else 1
-    whole = _parts(count_weight_bytes(config, 4 if mode == "train" else setting.size, quantize))
-    figures = {"params": _parts(count_parameters(config)), "weight_bytes": _share(whole, divided)}
-    kept_logits = 0 if chunked_loss else batch * at.target
-    nothing = dict.fromkeys(PARTS, 0)
-    gradients = state = exchanged = kv_cache = nothing
-    if mode == "train":
-        flops = count_training(config, batch, at, checkpointing=checkpointing)
-        useful = count_training(config, batch, at, pairs="allowed")
-        activations = count_saved(config, batch, at, setting, logits=kept_logits, checkpointing=checkpointing)
-        working = _working(config, batch, at, setting, kept_logits, checkpointing=checkpointing)
-        gradients = _share({part: 4 * n for part, n in _trained(config).items()}, divided)
-        state = _share(_optimizer(config, optimizer), divided)
-        exchanged = gradients if parallel == "ddp" and shards > 1 else nothing
-        moving = _sum(activations, working)
-        # A tied table's gradients come last: one of each end, and their sum.
-        ending = _sum(gradients, {"embedding": 8 * config.vocab_size * config.d_model if config.tie_embeddings else 0})
-        # Gradients come as activations go: both are whole at once only where earlier passes left gradients.
-        moving = _sum(moving, gradients) if accumulation > 1 else dict(_largest([moving, ending]))
-    else:
-        flops, useful = (count_forward(config, batch, at, pairs=pairs) for pairs in ("all", "allowed"))
-        moving = activations = _widest(config, batch, at, setting)
-        kv_cache = nothing | {"attention": _kv_cache(config, batch, at, setting)} if mode == "decode" else nothing
-    gathered = _gathered(config, whole, divided)
-    figures |= {
-        "flops": _sum(flops),
-        "useful_flops": _sum(useful),
+
+
+def _training(
+    c: Config,
+    batch: int,
+    at: Lengths,
+    setting: Setting,
+    *,
+    logits: int,
+    checkpointing: bool,
+    optimizer: str,
+    sharded: int,
+    exchanges: bool,
+    accumulates: bool,
+) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
+    """The figures of a training step, and what is held only at its worst moment. `logits`: how many positions keep theirs."""
+    saved = count_saved(c, batch, at, setting, logits=logits, checkpointing=checkpointing)
+    gradients = _share({part: 4 * n for part, n in _trained(c).items()}, sharded)
+    exchanged = gradients if exchanges else _sum()
+    transient = _sum(saved, _working(c, batch, at, setting, logits, checkpointing=checkpointing))
+    # The gradients of a tied table come last: one from the embedding, one from the head, and their sum.
+    last = _sum(gradients, {"embedding": 8 * c.vocab_size * c.d_model if c.tie_embeddings else 0})
+    # Gradients grow while activations shrink: all of both are there only if an earlier pass left gradients.
+    transient = _sum(transient, gradients) if accumulates else _largest([transient, last])
+    figures = {
+        "flops": _sum(count_training(c, batch, at, checkpointing=checkpointing)),
+        "useful_flops": _sum(count_training(c, batch, at, pairs="allowed")),
         "gradient_bytes": _sum(gradients, exchanged),
-        "optimizer_bytes": state,
-        "activation_bytes": _sum(activations),
-        "kv_cache_bytes": kv_cache,
-        "peak_bytes": _sum(figures["weight_bytes"], gathered, state, exchanged, kv_cache, moving),
+        "optimizer_bytes": _share(_optimizer(c, optimizer), sharded),
+        "activation_bytes": _sum(saved),
+        "kv_cache_bytes": _sum(),
     }
-    return Cost(**{name: _total(parts) for name, parts in figures.items()}, parts=figures)
+    return figures, _sum(transient, exchanged)
+
+
+def _inference(
+    c: Config, batch: int, at: Lengths, setting: Setting, *, decodes: bool
+) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
+    """The figures of a call without gradients, or of one more token; and what is held only at its worst moment."""
+    at = Lengths(1, at.source, past=at.target - 1) if decodes else at
+    transient = _sum(_widest(c, batch, at, setting))
+    figures = {
+        "flops": _sum(count_forward(c, batch, at, pairs="all")),
+        "useful_flops": _sum(count_forward(c, batch, at, pairs="allowed")),
+        "gradient_bytes": _sum(),
+        "optimizer_bytes": _sum(),
+        "activation_bytes": transient,
+        "kv_cache_bytes": _sum({"attention": _kv_cache(c, batch, at, setting)} if decodes else {}),
+    }
+    return figures, transient
 
 
 def _check_choices(**choices: str) -> None:
@@ -149,12 +189,13 @@ def _check_counts(**counts: int) -> None:
 
 
 def _parts(counted: Mapping[str, int]) -> dict[str, int]:
-    """Numbers of parameters under our parts' names: all that attention learns is in its projections."""
+    """Counts of parameters by the names of PARTS: attention's parameters are all in its projections."""
     names = {"attention": "projections"}
     return _sum({names.get(part, part): n for part, n in counted.items()})
 
 
 def _sum(*all_parts: Mapping[str, int]) -> dict[str, int]:
+    """The sum, for every part; zeros if nothing is given."""
     return {part: sum(parts.get(part, 0) for parts in all_parts) for part in PARTS}
 
 
@@ -171,14 +212,14 @@ def _largest(choices: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
 
 
 def _trained(c: Config) -> dict[str, int]:
-    """All parameters, but Whisper's table of sinusoids."""
+    """All parameters except Whisper's fixed table of sinusoids."""
     fixed = c.max_source_len * c.d_model if c.inputs == "frames" and c.positions == "learned" else 0
     parts = _parts(count_parameters(c))
     return parts | {"embedding": parts["embedding"] - fixed}
 
 
 def _optimizer(c: Config, optimizer: str) -> dict[str, int]:
-    """AdamW keeps two float32 moments a parameter, SGD one; Muon one for the blocks' matrices, and AdamW has the rest."""
+    """Bytes of float32 moments: AdamW 2 for each parameter, SGD 1; Muon 1 for the blocks' matrices and AdamW's for the rest."""
     moments = {"adamw": 2, "muon": 2, "sgd": 1, "none": 0}[optimizer]
     state = {part: 4 * moments * n for part, n in _trained(c).items()}
     if optimizer == "muon":
@@ -188,17 +229,17 @@ def _optimizer(c: Config, optimizer: str) -> dict[str, int]:
     return state
 
 
-def _gathered(c: Config, whole: Mapping[str, int], shards: int) -> dict[str, int]:
-    """What FSDP holds for a moment beyond its share."""
+def _gathered(c: Config, weights: Mapping[str, int], shards: int) -> dict[str, int]:
+    """What FSDP gathers beyond its share: two blocks, the embedding and the head."""
     layers = c.n_layers + c.n_decoder_layers
-    held = {part: n * min(2, layers) // layers for part, n in whole.items()} | {
-        part: whole[part] for part in ("embedding", "head")
+    held = {part: n * min(2, layers) // layers for part, n in weights.items()} | {
+        part: weights[part] for part in ("embedding", "head")
     }
     return {part: n * (shards - 1) // shards for part, n in held.items()}
 
 
 def _kv_cache(c: Config, batch: int, at: Lengths, setting: Setting) -> int:
-    """Keys and values of every layer that writes: of what was written, within the window; of the source, all."""
+    """Keys and values of the decoder's layers: of the tokens within the window, and of the whole source."""
     slots = min(c.window, at.past + 1) if c.window else at.past + 1
     is_pair = c.shape == "encoder-decoder"
     written = slots * count_heads(c, "decoder.*.attention" if is_pair else "*")[1]
@@ -207,10 +248,10 @@ def _kv_cache(c: Config, batch: int, at: Lengths, setting: Setting) -> int:
 
 
 def _widest(c: Config, batch: int, at: Lengths, setting: Setting) -> Mapping[str, int]:
-    """Without gradients: the stream and a step's input, and q k v and the result, or the feed-forward's; or the logits.
+    """The largest set of temporary tensors of a call without gradients: in attention, in the feed-forward, or the logits.
 
-    While the feed-forward works, the block's own input is still there, beside the stream that attention has added to. On a CPU
-    a product and its activation may be one kernel, which takes less than is counted here.
+    Attention and feed-forward each hold the residual stream and their input. During the feed-forward the block's input is still
+    there too. On a CPU one kernel may do a product and its activation, with less memory than is counted here.
     """
     held = 3 if c.gated or setting.cuda else 2
     d_q, d_kv = (n * c.d_head for n in max(heads_at(c, place) for place in c.attentions))
@@ -229,18 +270,18 @@ def _widest(c: Config, batch: int, at: Lengths, setting: Setting) -> Mapping[str
 def _working(
     c: Config, batch: int, at: Lengths, setting: Setting, kept_logits: int, *, checkpointing: bool
 ) -> dict[str, int]:
-    """What is at work beside all that is kept, at the worst moment of the backward pass.
+    """Temporary tensors at the worst moment of the backward pass, beside all that is kept.
 
-    The most of: the loss (`_losing`), with checkpointing beside the blocks' copies of weights, which autocast holds until then;
-    the gradient of the head's weight with the last block's gradients of the feed-forward's width, beside all of that block
-    where checkpointing computes it again.
+    The largest of two moments. In the loss (`_loss_bytes`); with checkpointing also autocast's copies of the blocks' weights,
+    which live until then. In the last block: the gradients of the head's weight and of the feed-forward; with checkpointing
+    also that whole block, which is computed again.
     """
     vocabulary = c.vocab_size if c.head == "tokens" else 0
     tokens = batch * max(at.target, at.source)
-    # The log-probabilities, if kept, go with the head.
+    # The log-probabilities, if kept, are freed by then.
     head = {"head": 4 * vocabulary * c.d_model - 4 * kept_logits * vocabulary}
     inside = _sum(head, {"feedforward": setting.size * tokens * c.d_ff * (3 if c.gated else 2)})
-    work = [{"head": _losing(c, vocabulary, batch * at.target, kept_logits, setting)}, inside]
+    work = [{"head": _loss_bytes(c, vocabulary, batch * at.target, kept_logits, setting)}, inside]
     if checkpointing:
         work += [_sum(inside, block) for _, block in count_blocks(c, batch, at, setting)]
         copies = count_copies(c, setting)
@@ -251,12 +292,13 @@ def _working(
     return _sum(_largest([_sum(each) for each in work]))
 
 
-def _losing(c: Config, vocabulary: int, tokens: int, kept_logits: int, setting: Setting) -> int:
-    """What the loss has at work: as much as logits and their gradients weigh at the worst of its moments.
+def _loss_bytes(c: Config, vocabulary: int, tokens: int, kept_logits: int, setting: Setting) -> int:
+    """Temporary tensors of the loss at the worst of its moments.
 
-    All logits at once come in three forms, of which one is kept. Chunk by chunk (kernels/cross_entropy.py), either the exponentials
-    are made: logits, differences and these, the last chunk's gradient and that of the weight so far; or the weight's
-    gradient: logits' gradient, a chunk's product, and the sum before and after; or it is multiplied by the loss's own.
+    With all logits at once there are three tensors of their size, of which one is kept. Chunk by chunk (kernels/cross_entropy.py) the
+    worst is one of three moments: the exponentials (logits, differences, exponentials, the last chunk's gradient, the weight's
+    gradient so far); the weight's gradient (the logits' gradient, a chunk's product, the sum before and after); or the product
+    of the weight's gradient with the loss's own.
     """
     if not vocabulary:
         return 0

@@ -1,22 +1,21 @@
-"""How many almost-orthogonal directions fit into n dimensions: bounds, an experiment, a packing, and a model's own embedding.
+"""How many almost orthogonal directions fit into n dimensions: bounds, an experiment, and a model's own embedding.
 
 N(n, eps) is the size of the largest set of unit vectors with every |<x, y>| <= eps = sin(delta): "angles of 88 to 92 degrees" is
-delta = 2 degrees. Nobody knows it exactly; what is known is proven from below and from above.
+delta = 2 degrees. It is not known exactly; these bounds are proven:
 
     from below   union       exp(n eps^2 / 4): random signs, and the union bound over pairs
-                 greedy      1 / p: take vectors until caps around them, each a share p of the sphere, cover it (Gilbert-Varshamov)
+                 greedy      1 / p: add vectors until caps around them, each a share p of the sphere, cover it (Gilbert-Varshamov)
                  structured  families from coding theory, and their direct sums (`structured_bound` lists them)
     from above   Welch       n (1 - eps^2) / (1 - n eps^2), while n eps^2 < 1
                  Levenshtein the linear-programming bound, for every eps
 
-So the count is n + a little until eps^2 is about 1 / n, and grows exponentially only where n is far above 1 / eps^2.
+So the count is a little above n until eps^2 is about 1 / n, and grows exponentially only if n is far above 1 / eps^2.
 
-A formula that is often quoted, floor(2^((n/2)(1 - ln(1 / sin a)))) vectors at angles of at least a, is wrong: `popular_formula`
-says by how much. It has no tolerance in it: at a = 90 degrees, where exactly n vectors fit, it says 2^(n/2), and just below it
-hardly changes. For n = 128 at 89 degrees it says 1.8e19; the proven upper bound is 133. It takes for every n, and for pairs, what
-exponential growth in n allows only asymptotically, and with the wrong exponent.
+A formula that is often quoted, floor(2^((n/2)(1 - ln(1 / sin a)))) vectors at angles of at least a, is wrong (`popular_formula`).
+At a = 90 degrees, where exactly n vectors fit, it says 2^(n/2), and just below it hardly changes. For n = 128 at 89 degrees it
+says 1.8e19; the proven upper bound is 133. It uses an asymptotic law for every n, and with the wrong exponent.
 
-Nothing but `pack` and `embedding_angles` loads torch.
+Only `embedding_angles` loads torch.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from clearhead.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-CLOSE = 1e-12  # relative: a bound that is attained comes out a rounding below its whole number
+CLOSE = 1e-12  # relative tolerance: a bound that is a whole number may be computed a rounding error below it
 BINS = 180
 
-# How many `pack` has placed within so many degrees of a right angle: (n, degrees) -> count.
+# Vectors found by optimisation (tests/costs/test_geometry.py), within so many degrees of a right angle: (n, degrees) -> count.
 PACKED = {(128, 1): 131, (128, 2): 144, (128, 5): 448, (768, 1): 900, (768, 2): 1536}
 
 
@@ -45,7 +44,7 @@ def log_beta_share(x: float, a: float, b: float) -> float:
         raise InputError(f"the incomplete beta function takes 0 <= x <= 1 and a, b > 0; got x={x}, a={a}, b={b}")
     if x in (0.0, 1.0):
         return 0.0 if x else -math.inf
-    if x > (a + 1) / (a + b + 2):  # the fraction converges fast below the mean; above, it is 1 less the other tail
+    if x > (a + 1) / (a + b + 2):  # the fraction converges fast below the mean; above, use 1 - the other tail
         return math.log1p(-math.exp(log_beta_share(1 - x, b, a)))
     log_front = a * math.log(x) + b * math.log1p(-x) - math.log(a)
     log_front -= math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
@@ -86,10 +85,10 @@ def greedy_bound(n: int, eps: float) -> float:
 
 
 def structured_bound(n: int, eps: float) -> int:
-    """The most vectors that known families give, alone or in spaces at right angles to each other.
+    """The largest number of vectors from known families, also combined in orthogonal subspaces.
 
     A basis has d vectors in d dimensions. For odd m and d = 2^m there are d^2 at eps = sqrt(2 / d) and d^3 at 2 sqrt(2 / d); for
-    d = 4^k Kerdock's sets have d (d + 2) / 2 at 1 / sqrt(d). Vectors of two spaces at right angles are orthogonal: counts add.
+    d = 4^k Kerdock's sets have d (d + 2) / 2 at 1 / sqrt(d). Vectors of orthogonal subspaces are orthogonal: counts add.
     """
     families: list[tuple[int, int]] = [(1, 1)]
     for m in range(1, n.bit_length()):
@@ -107,18 +106,8 @@ def structured_bound(n: int, eps: float) -> int:
     return best[n]
 
 
-def lower_bound(n: int, eps: float) -> float:
-    """The best that is proven without a computer's search."""
-    return max(union_bound(n, eps), greedy_bound(n, eps), float(structured_bound(n, eps)))
-
-
-def welch_coherence(n: int, count: int) -> float:
-    """The largest |<x, y>| of `count` vectors is at least this (Welch 1974)."""
-    return math.sqrt(max(0, count - n) / (n * (count - 1))) if count > 1 else 0.0
-
-
 def upper_bound(n: int, eps: float) -> float:
-    """At most so many vectors: Welch's bound, and beyond its reach Levenshtein's. Whole numbers up to 2^53 are rounded down.
+    """An upper bound: Welch's for small eps, else Levenshtein's. Results up to 2^53 are rounded down to whole numbers.
 
     Levenshtein's: in t = <x, y>^2 the directions of R^n have the weight t^(-1/2) (1 - t)^((n-3)/2). A quadrature for it with nodes
     at 1, at eps^2 and, for every second degree, at 0 gives N <= 1 / (its weight at 1). The polynomial that vanishes at the other
@@ -143,7 +132,7 @@ def upper_bound(n: int, eps: float) -> float:
 
 
 def least_coherence(n: int, count: int) -> float:
-    """`count` vectors in R^n must have a pair with |<x, y>| of at least this: where the upper bound allows no fewer."""
+    """Some pair of any `count` vectors in R^n has |<x, y>| of at least this: the smallest eps whose upper bound allows `count`."""
     low, high = 0.0, 1 - 1e-9
     for _ in range(60):
         middle = (low + high) / 2
@@ -152,7 +141,7 @@ def least_coherence(n: int, count: int) -> float:
 
 
 def popular_formula(n: int, degrees: float) -> float:
-    """log2 of floor(2^((n/2)(1 - ln(1 / sin a)))), a formula in circulation. It is wrong (see above): above every upper bound."""
+    """log2 of the wrong formula floor(2^((n/2)(1 - ln(1 / sin a)))) (see above)."""
     return n / 2 * (1 + math.log(math.sin(math.radians(degrees))))
 
 
@@ -184,7 +173,7 @@ def _round_down(bound: float) -> float:
 
 
 def sample_coherence(n: int, count: int, seed: int = 0) -> float:
-    """The experiment: the largest |<x, y>| of `count` random directions."""
+    """The largest |<x, y>| of `count` random directions."""
     vectors = np.random.default_rng(seed).standard_normal((count, n))
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     worst = 0.0
@@ -196,7 +185,7 @@ def sample_coherence(n: int, count: int, seed: int = 0) -> float:
 
 
 def expected_coherence(n: int, count: int) -> float:
-    """What the experiment finds: where the pairs, times the chance of one, give log 2 (the median of the largest)."""
+    """The median of `sample_coherence`: where the number of pairs, times the probability for one pair, is log 2."""
     pairs = count * (count - 1) / 2
     low, high = 0.0, 1.0
     for _ in range(60):
@@ -207,56 +196,22 @@ def expected_coherence(n: int, count: int) -> float:
     return high
 
 
-def pack(n: int, count: int, *, steps: int = 2000, seed: int = 0, rate: float = 0.003) -> Tensor:
-    """`count` unit vectors whose largest |<x, y>| is pushed down by gradients: of a soft maximum that hardens as it goes.
-
-    The best ones found are returned, (count, n). Near Welch's bound for small sizes; it proves a lower bound on N(n, eps).
-    """
-    import torch
-    import torch.nn.functional as F
-
-    random = torch.Generator().manual_seed(seed)
-    x = F.normalize(torch.randn(count, n, generator=random), dim=1).requires_grad_()
-    optimizer = torch.optim.Adam([x], lr=rate)
-    itself = torch.eye(count, dtype=torch.bool)
-    best, lowest = x.detach(), math.inf
-    for step in range(steps):
-        done = step / steps
-        optimizer.param_groups[0]["lr"] = rate * (1 - done) + rate / 30
-        vectors = F.normalize(x, dim=1)
-        cosines = (vectors @ vectors.T).masked_fill(itself, 0).abs()
-        worst = cosines.detach().max()
-        if worst < lowest:
-            lowest, best = worst.item(), vectors.detach()
-        hardness = 10 ** (2 + 1.5 * done)
-        optimizer.zero_grad()
-        (torch.logsumexp(hardness * (cosines - worst).flatten(), 0) / hardness).backward()
-        optimizer.step()
-    return best
-
-
-def coherence(vectors: Tensor) -> float:
-    """The largest |<x, y>| of unit vectors, in float64."""
-    cosines = (vectors.double() @ vectors.double().T).abs()
-    return float(cosines.fill_diagonal_(0).max())
-
-
 @dataclass(frozen=True)
 class Angles:
-    """Pairwise angles of a set of directions: how they spread, and what must be."""
+    """The pairwise angles of a set of directions, and the bound on their coherence."""
 
     n: int
     count: int
     histogram: tuple[int, ...]  # pairs in each of BINS equal bins from 0 to 180 degrees
-    coherence: float  # the largest |cos| there is
-    bound: float  # the least it can be
+    coherence: float  # the largest |cos|
+    bound: float  # the smallest coherence that is possible
 
     @property
     def pairs(self) -> int:
         return self.count * (self.count - 1) // 2
 
     def share_within(self, degrees: int) -> float:
-        """Of all pairs, those whose angle is less than so many degrees off 90."""
+        """The share of pairs whose angle differs from 90 by less than so many degrees."""
         middle = BINS // 2
         return sum(self.histogram[middle - degrees : middle + degrees]) / self.pairs
 
@@ -267,7 +222,7 @@ class Angles:
 
 
 def embedding_angles(table: Tensor, most: int = 10_000) -> Angles:
-    """All pairwise angles of a table's rows, or of `most` of them, evenly spread. Rows of zeros have no direction: left out."""
+    """All pairwise angles of a table's rows, or of `most` of them, evenly spaced. Rows of zeros are left out."""
     import torch
     import torch.nn.functional as F
 

@@ -1,4 +1,4 @@
-"""What this machine can do: its speed at large matrix products, and its memory."""
+"""This machine: its speed at large matrix products, and its memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-CGROUP = (  # limit and use of this process's group, as versions 2 and 1 write them
+CGROUP = (  # files with the limit and use of this process's control group, version 2 and 1
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
@@ -20,9 +20,9 @@ CGROUP = (  # limit and use of this process's group, as versions 2 and 1 write t
 
 @functools.cache
 def measure_peak(device: torch.device | str, dtype: torch.dtype = torch.float32) -> float:
-    """Operations a second of a large matrix product, the median of five; measured once a process.
+    """FLOP/s of a large matrix product, the median of five; measured once in a process.
 
-    It is what utilisation is measured against: a product's real speed here, not what a data sheet says.
+    Utilisation is relative to it: the real speed of a product here, not a data sheet's number.
     """
     device = torch.device(device)
     n = 8192 if device.type == "cuda" else 1024
@@ -45,7 +45,7 @@ def _time_product(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def available_memory(device: torch.device | str = "cpu") -> int:
-    """Bytes still to be had: on a GPU what is free or held unused by torch; else free memory, within the container's limit."""
+    """Free bytes: on a GPU what is free or cached by torch; else free memory within the container's limit."""
     device = torch.device(device)
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -62,11 +62,11 @@ def _free_memory() -> int:
     if table.exists():
         lines = dict(line.split(":", 1) for line in table.read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # no such table (macOS): all there is
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # no /proc (macOS): all memory
 
 
 def peak_memory(device: torch.device | str = "cpu") -> int:
-    """The most bytes this process has held so far: on a GPU torch's tensors, else the whole process."""
+    """The largest number of bytes held so far: on a GPU by torch's tensors, else by the whole process."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

@@ -1,4 +1,4 @@
-"""How many parameters a config has and what they weigh, part by part, without building it (and without torch)."""
+"""The number of parameters of a config, and their bytes, by part, without building the model (and without torch)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def count_parameters(config: Config) -> dict[str, int]:
 
 
 def count_matrices(config: Config) -> dict[str, int]:
-    """Numbers in the matrices and convolutions that what passes is multiplied with; a tied head's are the embedding's."""
+    """Parameters of matrices and convolutions only, by part. A tied head counts, though its matrix is the embedding's."""
     c = config
     encoder, decoder = _layers(c)
     layers = encoder + decoder
@@ -39,10 +39,10 @@ def count_matrices(config: Config) -> dict[str, int]:
 
 
 def count_weight_bytes(config: Config, size: int, quantize: str | None = None) -> dict[str, int]:
-    """What the parameters weigh at `size` bytes each, or with the large ones rounded as layers/quantized.py does it.
+    """Bytes of the parameters at `size` bytes each, or with the matrices quantized as in quantization/integer.py.
 
-    int8 holds a byte a number and a float16 scale for each 64 of a row: 8.25 bits. int4 holds half a byte and two float16 for
-    each 32: 5 bits; a row that 32 does not divide stays at int8, and so do embedding and head.
+    int8: one byte for each number, and a float16 scale for each 64 of a row: 8.25 bits. int4: half a byte, and two float16 for
+    each 32: 5 bits. Embedding and head are always int8, and so are rows whose length 32 does not divide.
     """
     c = config
     total = {part: n * size for part, n in count_parameters(c).items()}
@@ -96,19 +96,19 @@ def _embedding(c: Config) -> int:
 
 
 def heads_at(c: Config, place: str) -> tuple[int, int]:
-    """How many heads an attention has, and how many of keys and values, after pruning: these go with the last of their group."""
+    """Heads and key/value heads of an attention after pruning. A key/value head goes when all heads of its group are pruned."""
     heads = len(c.kept_heads(place)) if c.pruned_heads else c.n_heads
     return heads, heads * c.n_kv_heads // c.n_heads
 
 
 def count_heads(c: Config, pattern: str) -> tuple[int, int]:
-    """The same summed over all attentions whose names match, such as "decoder.*.cross"."""
+    """The sums of heads and of key/value heads over all attentions whose names match, such as "decoder.*.cross"."""
     both = [heads_at(c, place) for place in fnmatch.filter(c.attentions, pattern)]
     return sum(heads for heads, _ in both), sum(kv_heads for _, kv_heads in both)
 
 
 def _attentions(c: Config) -> int:
-    """q, k, v and the output of them all."""
+    """q, k, v and output projections of all attentions."""
     heads, kv_heads = count_heads(c, "*")
     biases = {"q": heads * c.d_head, "k": kv_heads * c.d_head, "v": kv_heads * c.d_head}
     biases["o"] = len(c.attentions) * c.d_model

@@ -34,7 +34,7 @@ def _parse(text: str, unit: str, units: dict[str, int], wanted: str) -> float:
 
 
 def spell_count(n: float | int, unit: str = "") -> str:
-    """A number as people read it: 3.14 T."""
+    """A number with a decimal prefix: 3.14 T."""
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if n >= size:
             return f"{n / size:,.3g} {prefix}{unit}" if n / size < 1000 else f"{n / size:,.0f} {prefix}{unit}"

@@ -19,6 +19,7 @@ from clearhead.kernels.checks import has_triton
 from clearhead.limits import LOSS_CHUNK
 
 IGNORED = -100  # a target that is not to be predicted
+HAS_TRITON = has_triton()  # a constant: torch.compile can not trace the call
 SCALE = 2.0**15  # brings the gradient of a softmax, at most 1, near the largest number of e5m2
 
 
@@ -154,7 +155,7 @@ def on_chunk(
     logits: Float[Tensor, "n W"], targets: Int[Tensor, "n"], smoothing: float, V: int, *, wanted: bool
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Int[Tensor, ""], Float[Tensor, " n"], Float[Tensor, "n W"] | None]:
     """Loss, smoothed loss, number of correct rows, each row's log-sum-exp, and the gradient if it is wanted; over V columns."""
-    if logits.is_cuda and has_triton() and logits.dtype != torch.float64:
+    if logits.is_cuda and HAS_TRITON and logits.dtype != torch.float64:
         rows, grad = row_losses(logits, targets, smoothing, V, wanted)
         plain = rows[0].sum()  # sums one by one: views of one result confuse torch 2.11's compiler
         smoothed = (1 - smoothing) * plain + smoothing * rows[1].sum() if smoothing else plain
