@@ -295,7 +295,7 @@ def _working(
 def _loss_bytes(c: Config, vocabulary: int, tokens: int, kept_logits: int, setting: Setting) -> int:
     """Temporary tensors of the loss at the worst of its moments.
 
-    With all logits at once there are three tensors of their size, of which one is kept. Chunk by chunk (kernels/cross_entropy.py) the
+    With all logits at once there are three tensors of their size, one of them kept. In chunks (kernels/cross_entropy.py) the
     worst is one of three moments: the exponentials (logits, differences, exponentials, the last chunk's gradient, the weight's
     gradient so far); the weight's gradient (the logits' gradient, a chunk's product, the sum before and after); or the product
     of the weight's gradient with the loss's own.
