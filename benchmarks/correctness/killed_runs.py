@@ -72,18 +72,18 @@ def compare(recipe: Recipe, place: Path, options: argparse.Namespace) -> int:
     print("| run | killed | weights | losses |\n|---|---|---|---|", flush=True)
     lots, wrong = random.Random(options.seed), 0
     for number in range(options.kills):
-        out, told = place / str(number) / "run", []
+        out, kills = place / str(number) / "run", []
         for _ in range(options.times):
             if number % 2:
-                told.append(kill_at_time(recipe, out, options.threads, seconds * lots.random()))
+                kills.append(kill_at_time(recipe, out, options.threads, seconds * lots.random()))
             else:
                 run = Run(recipe, out, options.threads, kill_at=lots.randrange(1, changes + 1))
-                told.append(f"before change {run.end()}")
+                kills.append(f"before change {run.end()}")
         Run(recipe, out, options.threads).end()
         same = [got == want for got, want in zip(outcome(out), wanted, strict=True)]
         wrong += not all(same)
         marks = " | ".join("the same" if each else "OTHER" for each in same)
-        print(f"| {number + 1} | {', then '.join(told)} | {marks} |", flush=True)
+        print(f"| {number + 1} | {', then '.join(kills)} | {marks} |", flush=True)
         shutil.rmtree(out.parent)
     print(f"\n{options.kills - wrong} of {options.kills} killed runs ended as the one left alone")
     return int(wrong > 0)
@@ -121,13 +121,13 @@ class Run:
         os._exit(code)
 
     def end(self) -> str:
-        """Wait for it; what it told of its changes to the disk. Anything but success or a kill stops this program."""
+        """Wait for it; what it kills of its changes to the disk. Anything but success or a kill stops this program."""
         with os.fdopen(self.reading, encoding="utf-8") as stream:
-            told = stream.read()
+            kills = stream.read()
         status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         if status not in (0, -signal.SIGKILL):
             sys.exit(f"a run ended with {status}")
-        return told
+        return kills
 
 
 class Changes:

