@@ -1,7 +1,7 @@
-"""One frozen config says everything a model is. It checks itself once, when it is made.
+"""Config: a frozen dataclass that defines a model completely. Its fields are checked when it is made.
 
-Every difference between families is a field here; no code anywhere asks for a family's name. A size of 0 means "derive it"
-and is filled in at construction (TOML, where recipes live, has no null), so a finished config always holds real numbers.
+Every difference between families is a field here; no code depends on a family's name. A size of 0 means "derive it" and is
+replaced at construction, so a config always holds the final numbers (0, because TOML recipes have no null).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from clearhead.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to build: `ch.preset(name, **changes)` makes one, `ch.build(config)` makes the model."""
+    """The definition of a model. `ch.preset(name, **changes)` makes one; `ch.build(config)` makes its model."""
 
     shape: Literal["decoder", "encoder", "encoder-decoder"]
     family: str = "custom"  # the module in families/ that reads and writes its checkpoints
@@ -27,19 +27,19 @@ class Config:
     n_heads: int
     n_kv_heads: int = 0  # 0: n_heads; fewer: grouped-query; 1: multi-query
     d_head: int = 0  # 0: d_model / n_heads
-    pruned_heads: tuple[str, ...] = ()  # heads that are not there, such as "decoder.blocks.2.cross.5"
+    pruned_heads: tuple[str, ...] = ()  # heads that were removed, such as "decoder.blocks.2.cross.5"
     d_ff: int = 0  # 0: 4 d_model
     vocab_size: int = 0
     source_vocab_size: int = 0  # 0: source and target share one embedding
-    max_len: int = 0  # 0: for pictures, what the patches need
+    max_len: int = 0  # 0: for images, the number of patches and 1
     max_source_len: int = 0  # 0: max_len
 
-    # What enters.
+    # Inputs.
     inputs: Literal["tokens", "patches", "frames"] = "tokens"
     embedding_scale: bool = False  # times sqrt(d_model), section 3.4 of the paper
     embedding_norm: bool = False  # BERT
     n_segments: int = 0  # BERT's token types
-    dropped_token: int = -1  # ESM-2's mask token: enters as zeros, the others are scaled up for it; -1: none
+    dropped_token: int = -1  # ESM-2's mask token: its embedding is zeros, and the others are scaled up; -1: none
     image_size: int = 224
     patch_size: int = 16
     n_channels: int = 3
@@ -47,13 +47,15 @@ class Config:
 
     # Positions.
     positions: Literal["sinusoidal", "learned", "rotary", "alibi", "t5", "none"] = "sinusoidal"
-    sinusoid_halves: bool = False  # all sines, then all cosines (Marian); the paper alternates them
+    sinusoid_halves: bool = False  # all sines, then all cosines (Marian); False: alternating, as in the paper
     rotary_base: float = 10_000.0
     rotary_interleaved: bool = False  # pairs (0, 1), (2, 3) ... instead of (i, i + d_head / 2)
     rotary_scaling: Literal["none", "linear", "llama3"] = "none"
     rotary_factor: float = 1.0
-    rotary_low: float = 1.0  # llama3: wavelengths per original_len below which nothing is kept
-    rotary_high: float = 4.0  # llama3: wavelengths per original_len above which all is kept
+    rotary_low: float = (
+        1.0  # llama3: frequencies with fewer periods in rotary_original_len are divided by rotary_factor
+    )
+    rotary_high: float = 4.0  # llama3: frequencies with more periods in rotary_original_len stay as they are
     rotary_original_len: int = 8192
     rotary_precision: Literal["float32", "float16", "bfloat16"] = "float32"  # of the frequencies (ESM-2)
     t5_buckets: int = 32
@@ -61,30 +63,30 @@ class Config:
 
     # Norm, attention, feed-forward.
     norm: Literal["layer", "rms", "none"] = "layer"
-    norm_first: bool = False  # the paper norms after each step; most models since, before
+    norm_first: bool = False  # norm before each step, as in most models; False: after it, as in the paper
     norm_eps: float = 1e-5
     bias: bool = True
-    attention_bias: str = "auto"  # which of q k v o carry a bias, e.g. "qkv"; auto: all or none, as `bias` says
+    attention_bias: str = "auto"  # which of q k v o have a bias, e.g. "qkv"; auto: all or none, as `bias` says
     qk_norm: bool = False
     attention_scale: float = 0.0  # 0: 1 / sqrt(d_head)
     window: int = 0  # 0: none; n: a token sees itself and the n - 1 before it (and after it, in an encoder)
     feedforward: Literal["relu", "gelu", "gelu_tanh", "silu", "relu2"] = "relu"
     gated: bool = False
-    dropout: float = 0.0  # on embeddings and on each step's output
+    dropout: float = 0.0  # on the embeddings and on the output of each step
     attention_dropout: float = 0.0
     kernel: Literal["auto", "explicit", "fused", "flex"] = "auto"
 
-    # What leaves.
+    # Outputs.
     head: Literal["auto", "none", "tokens", "classes"] = "auto"  # auto: none for an encoder, else tokens
     tie_embeddings: bool = False
     head_bias: Literal["none", "learned", "fixed"] = "none"
-    head_transform: bool = False  # BERT's dense + activation + norm before the vocabulary
-    head_scale: bool = False  # states times 1 / sqrt(d_model) before the vocabulary (T5 with a tied head)
-    n_classes: int = 0  # 0: as many as there are labels
-    labels: tuple[str, ...] = ()  # the classes' names, where they have some
+    head_transform: bool = False  # BERT's dense + activation + norm before the output projection
+    head_scale: bool = False  # states times 1 / sqrt(d_model) before the output projection (T5 with a tied head)
+    n_classes: int = 0  # 0: the number of labels
+    labels: tuple[str, ...] = ()  # the names of the classes, if they have names
     pool: Literal["first", "mean", "max"] = "first"
     pooler: bool = False  # BERT's dense + tanh on the pooled state
-    pool_normed: bool = False  # the pooled state brought to length 1 (sentence embeddings)
+    pool_normed: bool = False  # the pooled state scaled to length 1 (sentence embeddings)
 
     # Initialisation.
     init: Literal["normal", "truncated", "xavier", "fan_in"] = "normal"
@@ -100,9 +102,9 @@ class Config:
         self._check_pruned()
 
     def kept_heads(self, place: str) -> tuple[int, ...]:
-        """Which of the n_heads an attention has, such as that of "blocks.2.attention"."""
-        gone = {int(head) for at, _, head in (name.rpartition(".") for name in self.pruned_heads) if at == place}
-        return tuple(head for head in range(self.n_heads) if head not in gone)
+        """The heads that an attention, such as "blocks.2.attention", still has."""
+        pruned = {int(head) for at, _, head in (name.rpartition(".") for name in self.pruned_heads) if at == place}
+        return tuple(head for head in range(self.n_heads) if head not in pruned)
 
     @property
     def attentions(self) -> tuple[str, ...]:
@@ -127,7 +129,7 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Config:
-        """The config of these fields; an unknown or a missing one is an error that names the nearest or the absent."""
+        """The config with these fields. Unknown and missing fields are errors; for an unknown one the nearest is named."""
         known = [field.name for field in fields(cls)]
         for name in values:
             if name not in known:
@@ -137,6 +139,7 @@ class Config:
         missing = [name for name in ("shape", "d_model", "n_layers", "n_heads") if name not in values]
         if missing:
             raise ConfigError(f"a config needs {', '.join(missing)}; got {sorted(values)}; add what is missing")
+        # JSON and TOML have lists where the fields are tuples.
         exact: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
         return cls(**exact)
 
@@ -188,7 +191,7 @@ class Config:
             raise ConfigError(
                 f"rotary_low={self.rotary_low} must be below rotary_high={self.rotary_high}; LLaMA 3 has 1.0 and 4.0"
             )
-        # Whisper's encoder holds sinusoids too, in its table.
+        # Whisper's encoder has sinusoids too, in its table of positions.
         if (self.positions == "sinusoidal" or self.inputs == "frames") and self.d_model % 2:
             raise ConfigError(
                 f"sinusoidal positions come in pairs, and d_model={self.d_model} is odd; take {self.d_model + 1}"
@@ -278,11 +281,11 @@ class Config:
             kept = self.kept_heads(place)
             if not kept:
                 raise ConfigError(f"pruned_heads leaves {place!r} none of its {self.n_heads} heads; keep at least one")
-            halves = [k for k in range(self.n_kv_heads) if 0 < sum(head // group == k for head in kept) < group]
-            if halves:
+            partial = [k for k in range(self.n_kv_heads) if 0 < sum(head // group == k for head in kept) < group]
+            if partial:
                 raise ConfigError(
                     f"{place!r} has {group} heads for each of keys and values, which go together; pruned_heads takes some of heads "
-                    f"{halves[0] * group} .. {halves[0] * group + group - 1}; take all of them, or none"
+                    f"{partial[0] * group} .. {partial[0] * group + group - 1}; take all of them, or none"
                 )
 
     def _fill(self, name: str, value: int) -> None:
@@ -296,23 +299,25 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What a checkpoint says about how its model starts, stops and pads. It travels with the model as `model.generation`."""
+    """How a checkpoint's model starts, ends and pads its texts. A loaded model has it as `model.generation`."""
 
     bos: int | None = None
     eos: tuple[int, ...] = ()  # any of them ends a text
     pad: int | None = None
     decoder_start: int | None = None
-    forced_bos: int | None = None  # the first token an encoder-decoder must write
-    forced_start: tuple[int | None, ...] = ()  # the first ones, where there are several; None: a free choice (Whisper)
-    forced_eos: int | None = None  # the last token when the length runs out
+    forced_bos: int | None = None  # the token that an encoder-decoder must write first
+    forced_start: tuple[
+        int | None, ...
+    ] = ()  # the tokens to write first, if there are several; None: a free choice (Whisper)
+    forced_eos: int | None = None  # the last token of a text that reaches the length limit
     max_length: int | None = None
     suppress: tuple[int, ...] = ()  # never written
     begin_suppress: tuple[int, ...] = ()  # never written first
 
 
 def nearest_divisor(whole: int, wish: int) -> int:
-    """The divisor of `whole` nearest to `wish`; of two as near, the smaller."""
-    # Up to the root, each with its partner; a bound keeps the time short for sizes that only a broken file has.
+    """The divisor of `whole` that is nearest to `wish`; of two equally near ones, the smaller."""
+    # Divisors up to the square root, each with its partner. The bound limits the time for huge sizes, which only broken files have.
     small = [d for d in range(1, min(math.isqrt(whole), 100_000) + 1) if whole % d == 0]
     return min([*small, *(whole // d for d in small)], key=lambda d: (abs(d - wish), d))
 
@@ -322,7 +327,7 @@ def _default(name: str) -> Any:
 
 
 def _check_types(config: Config) -> None:
-    """A field of the wrong type is refused here, by name, before it can fail far away."""
+    """Refuse fields of the wrong type, before they cause an error elsewhere."""
     for name, kind in get_type_hints(Config).items():
         value = getattr(config, name)
         if get_origin(kind) is Literal:

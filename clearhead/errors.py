@@ -1,4 +1,4 @@
-"""Every error a user can cause. Each message has three parts: what is wrong, the values received, what to do next."""
+"""All errors that a user can cause. Each message has three parts: what is wrong, the values received, what to do next."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Iterable
 
 
 class ClearheadError(Exception):
-    """The root of the tree: catch this to catch everything below."""
+    """The base class of all errors here."""
 
 
 class ConfigError(ClearheadError):
-    """A config, preset or recipe that can not be built."""
+    """A config, preset or recipe that is invalid."""
 
 
 class InputError(ClearheadError):
-    """Tokens, masks, prompts or texts that a model can not take."""
+    """Tokens, masks, texts, files or options that can not be used."""
 
 
 class CheckpointError(ClearheadError):
-    """A file of weights that is broken, incomplete or not what it says."""
+    """A checkpoint or tokenizer file that is broken, incomplete or not supported."""
 
 
 class MissingExtraError(ClearheadError):
-    """A feature whose optional dependency is not installed; the message holds the command that installs it."""
+    """An optional dependency that is not installed. The message has the command that installs it."""
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """The end of an error message: the nearest valid choice, or what there is where none is near."""
+    """The end of an error message: the nearest valid choice, or all choices if none is near."""
     choices = sorted(choices)
     near = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else f"choose one of: {', '.join(choices[:60])}"

@@ -1,5 +1,16 @@
-"""Weights in and out: safetensors, torch files, GGUF, llama2.c and Whisper's own in; safetensors out, in our layout or
-Hugging Face's. May import: errors, config, layers, models, families.
+"""Weights in and out of files. May import: errors, config, layers, models, quantization, families.
+
+loading.py                load: a model from a folder or a file
+saving.py                 save: a model to a folder, in our layout or Hugging Face's
+checkpoint.py             Checkpoint: what each reader returns
+weight_files.py           safetensors and torch files
+gguf.py, gguf_file.py     llama.cpp's files
+llama2c.py                llama2.c's files
+openai_whisper.py         OpenAI's Whisper files
+sentence_transformers.py  folders of sentence-transformers
+hub.py                    downloads from the Hugging Face hub
+tensor_names.py           which tensor of a file is which tensor of a model
+assignment.py             the file's tensors into the model
 """
 
 from clearhead.checkpoint.loading import load

@@ -1,7 +1,7 @@
-"""A model that has only shapes gets its numbers.
+"""Assign the tensors of a checkpoint to a model that was built on the meta device.
 
-On the CPU a parameter is the file's own pages, where the file holds it as the model does: nothing is copied, and nothing read
-before it is used. The others are copied, several at a time.
+On the CPU a parameter that the file stores as the model needs it becomes the mapped file itself: nothing is copied, and nothing
+is read before it is used. The other parameters are copied, several at a time.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from clearhead.models import Model, take_memory
 
 
 def assign_weights(model: Model, pairings: Sequence[Pairing], weights: Weights, device: torch.device) -> None:
-    """`pairings` name each of the model's tensors once; what is stored twice must be the same twice."""
+    """Give each tensor of the model its numbers. `pairings` name them all; tensors that are stored twice must be equal."""
     on_cpu = device.type == "cpu"
-    # Windows does not let go of a file that is mapped: nobody could save to its folder.
-    kept = _keep(model, pairings, weights) if on_cpu and os.name == "posix" else set[str]()
+    # On Windows a mapped file can not be replaced, so nobody could save to its folder.
+    mapped = _assign_mapped(model, pairings, weights) if on_cpu and os.name == "posix" else set[str]()
     take_memory(model, device)
     targets = model.state_dict()
 
@@ -37,50 +37,50 @@ def assign_weights(model: Model, pairings: Sequence[Pairing], weights: Weights, 
                     f"tie_word_embeddings right?"
                 )
             return
-        if len(names) == 1 and not match.how:
+        if len(names) == 1 and not match.layout:
             weights.read_into(pairing.key, targets[names[0]])
         else:
-            _copy(match.into(weights.read(pairing.key)), [targets[name] for name in names])
+            _copy(match.from_file(weights.read(pairing.key)), [targets[name] for name in names])
         if isinstance(weights, MappedWeights):
-            weights.let_go(pairing.key)
+            weights.release(pairing.key)
 
-    left = [pairing for pairing in pairings if not kept.issuperset(pairing.ours) or pairing.first is not None]
+    left = [pairing for pairing in pairings if not mapped.issuperset(pairing.ours) or pairing.first is not None]
     with ThreadPoolExecutor(_n_threads() if on_cpu else 1) as pool:
         for _ in pool.map(read, left):
             pass
 
 
-def _keep(model: Model, pairings: Sequence[Pairing], weights: Weights) -> set[str]:
-    """Parameters that stay in the file; the names that they have in a state dict."""
+def _assign_mapped(model: Model, pairings: Sequence[Pairing], weights: Weights) -> set[str]:
+    """Let parameters be views of the mapped files where that is possible. Returns their names in the state dict."""
     keys = {
         pairing.ours[0]: pairing
         for pairing in pairings
-        if pairing.first is None and len(pairing.ours) == 1 and pairing.match.how in ("", *FRONT)
+        if pairing.first is None and len(pairing.ours) == 1 and pairing.match.layout in ("", *FRONT)
     }
-    found: list[tuple[nn.Module, str, list[str]]] = []
+    candidates: list[tuple[nn.Module, str, list[str]]] = []
     for place, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             names = _names(module, place, name)
             if all(each in keys and weights.dtypes[keys[each].key] == parameter.dtype for each in names):
-                found.append((module, name, names))
+                candidates.append((module, name, names))
     with ThreadPoolExecutor(_n_threads()) as pool:
-        tensors = pool.map(weights.find, [[keys[each].key for each in names] for _, _, names in found])
-        kept = set[str]()
-        for (module, name, names), tensor in zip(found, tensors, strict=True):
+        tensors = pool.map(weights.read_stacked, [[keys[each].key for each in names] for _, _, names in candidates])
+        mapped = set[str]()
+        for (module, name, names), tensor in zip(candidates, tensors, strict=True):
             if tensor is not None:
                 old: nn.Parameter = getattr(module, name)
                 setattr(module, name, nn.Parameter(tensor.view(old.shape), requires_grad=old.requires_grad))
-                kept.update(names)
-    return kept
+                mapped.update(names)
+    return mapped
 
 
 def _n_threads() -> int:
-    """A few: memory is the limit, and torch may bring threads of its own to each."""
+    """Few: memory bandwidth is the limit, and torch may start threads of its own in each."""
     return min(4, torch.get_num_threads())
 
 
 def _names(module: nn.Module, place: str, name: str) -> list[str]:
-    """A parameter's names in a state dict: several, if it is one in memory for several."""
+    """A parameter's names in the state dict; a fused layer's parameter has several."""
     if not isinstance(module, FusedLinear):
         return [f"{place}.{name}" if place else name]
     holder = place.rpartition(".")[0]
@@ -88,10 +88,13 @@ def _names(module: nn.Module, place: str, name: str) -> list[str]:
 
 
 def _copy(whole: Tensor, targets: list[Tensor]) -> None:
-    """Into tensors that hold it one below the other; in one go where they lie so in memory: torch then turns it faster."""
+    """Copy `whole` into tensors that are its parts along the first axis.
+
+    Where the parts are neighbours in memory this is one copy, which is faster for a transposed `whole`.
+    """
     ends = [target.data_ptr() + target.nbytes for target in targets]
     if all(target.is_contiguous() for target in targets) and ends[:-1] == [t.data_ptr() for t in targets[1:]]:
         targets[0].as_strided(whole.shape, targets[0].stride()).copy_(whole)
         return
-    for target, piece in zip(targets, whole.split([len(target) for target in targets]), strict=True):
-        target.copy_(piece)
+    for target, part in zip(targets, whole.split([len(target) for target in targets]), strict=True):
+        target.copy_(part)

@@ -1,4 +1,4 @@
-"""What the readers of checkpoints hand to `load`."""
+"""Checkpoint: what the readers of all formats return to `load`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from clearhead.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint, described: what to build, where its weights are, and which is which."""
+    """A checkpoint that is open: the config to build, the weights, and which tensor of the file is which of the model."""
 
     config: Config
     weights: Weights
     matches: list[Match]
-    spelling: Mapping[str, str]  # a table's name -> the file's key
+    keys: Mapping[str, str]  # a name in `matches` -> the key in the file
     generation: Generation = field(default_factory=Generation)
-    unused: tuple[str, ...] = ()  # patterns of keys that are no weights
-    extras: tuple[str, ...] = ()  # patterns of keys that are kept for saving, but not computed with
+    unused: tuple[str, ...] = ()  # patterns of keys that hold no weights
+    extras: tuple[str, ...] = ()  # patterns of keys that are kept for saving but not computed with
 
 
 def make_config(path: Path, fields: Mapping[str, Any], weights: Weights) -> Config:
-    """The config of the fields that a file gave; ones that can not be built are the file's fault."""
+    """The config of the fields that a file gave. Fields that can not be built are an error of the file."""
     try:
         config = Config.from_dict(dict(fields))
     except ConfigError as error:
@@ -37,7 +37,7 @@ def make_config(path: Path, fields: Mapping[str, Any], weights: Weights) -> Conf
 
 
 def check_layers(config: Config, weights: Weights) -> None:
-    """Refuse more layers than there are tensors, before a name is made for each of them."""
+    """Refuse more layers than there are tensors, before names are made for all of them."""
     n_layers, n_tensors = config.n_layers + config.n_decoder_layers, len(weights.shapes)
     if n_layers > n_tensors:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""A .gguf file of llama.cpp: LLaMA's architecture or Qwen2's, in any quantisation that the `gguf` package can undo."""
+"""llama.cpp's .gguf files: the architectures LLaMA and Qwen2, in any quantisation that the `gguf` package can dequantise."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from clearhead.families import llama
 from clearhead.families.config_translation import NameRow, both
 from clearhead.layers.positions import Rotary
 
-# How an architecture keeps the rows of q and k: llama.cpp turns LLaMA's rotary pairs as neighbours.
+# The order of the rows of q and k: for LLaMA, llama.cpp keeps rotary pairs as neighbours.
 ARCHITECTURES = {"llama": "interleaved", "qwen2": ""}
 
-# What "<architecture>." is followed by: keys that are read, and others with the values that change nothing.
+# Metadata keys after "<architecture>.": those that are read, and others with the values that change nothing.
 READ = {
     *("context_length", "embedding_length", "block_count", "feed_forward_length"),
     *("attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon"),
@@ -40,17 +40,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def names(how: str) -> list[NameRow]:
-    """The table of names; `how` is the form in which the file keeps q and k."""
-    turned: list[NameRow] = [
-        (f"blk.{{i}}.attn_{letter}.{kind}", f"blocks.{{i}}.attention.{letter}_proj.{kind}", how)
+def names(layout: str) -> list[NameRow]:
+    """The table of names; `layout` is the order of the rows of q and k."""
+    q_and_k: list[NameRow] = [
+        (f"blk.{{i}}.attn_{letter}.{kind}", f"blocks.{{i}}.attention.{letter}_proj.{kind}", layout)
         for letter in "qk"
         for kind in ("weight", "bias")
     ]
     return [
         ("token_embd.weight", "tokens.weight"),
         ("blk.{i}.attn_norm.weight", "blocks.{i}.attention_norm.weight"),
-        *turned,
+        *q_and_k,
         *both("blk.{i}.attn_v", "blocks.{i}.attention.v_proj"),
         *both("blk.{i}.attn_output", "blocks.{i}.attention.o_proj"),
         ("blk.{i}.ffn_norm.weight", "blocks.{i}.feedforward_norm.weight"),
@@ -130,7 +130,7 @@ def _number(path: Path, own: Mapping[str, Any], key: str, default: float) -> flo
 
 
 def _heads(path: Path, own: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int, int, int]:
-    """Width, heads, width of a head, and heads of keys; each agrees with the tensors before anything is built from it."""
+    """d_model, n_heads, d_head and n_kv_heads, checked against the tensors before anything is built from them."""
     d_model, n_heads = _whole(path, own, "embedding_length"), _whole(path, own, "attention.head_count")
     n_kv_heads = _whole(path, own, "attention.head_count_kv", n_heads)
     d_head = _whole(path, own, "attention.key_length", d_model // n_heads)
@@ -139,12 +139,12 @@ def _heads(path: Path, own: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
             raise CheckpointError(
                 f"{path} sets {key!r} to {own[key]}, but its heads are {d_head} wide; only equal widths are supported"
             )
-    wanted = {
+    expected = {
         "token_embd.weight": (shapes.get("token_embd.weight", (0,))[0], d_model),
         "blk.0.attn_q.weight": (n_heads * d_head, d_model),
         "blk.0.attn_k.weight": (n_kv_heads * d_head, d_model),
     }
-    for name, shape in wanted.items():
+    for name, shape in expected.items():
         if shapes.get(name) != shape:
             raise CheckpointError(
                 f"{path} has {name!r} of shape {shapes.get(name)}, but by its metadata it must be {shape}; fetch it again"
@@ -162,15 +162,15 @@ def _rope(path: Path, own: Mapping[str, Any], weights: GgufWeights, d_head: int)
         key = "rope.scaling.factor" if "rope.scaling.factor" in own else "rope.scale_linear"
         fields.update(rotary_scaling="linear", rotary_factor=_number(path, own, key, 1.0))
     if weights.shapes.get("rope_freqs.weight") == (d_head // 2,):
-        # LLaMA 3's scaling comes as a finished divisor for each frequency. Only its factor varies between releases.
-        given = weights.read("rope_freqs.weight").float()
+        # LLaMA 3's scaling is stored as a divisor for each frequency. Between releases only its factor differs.
+        divisors = weights.read("rope_freqs.weight").float()
         scaling: dict[str, Any] = dict(
-            scaling="llama3", factor=float(given.max()), low=1.0, high=4.0, original_len=8192
+            scaling="llama3", factor=float(divisors.max()), low=1.0, high=4.0, original_len=8192
         )
-        plain = Rotary(d_head=d_head, base=base).frequencies(given.device)
-        ours = Rotary(d_head=d_head, base=base, **scaling).frequencies(given.device)
-        # The file's numbers went through float32 in another order.
-        if kind == "none" and torch.allclose(plain / ours, given, rtol=1e-4):
+        plain = Rotary(d_head=d_head, base=base).frequencies(divisors.device)
+        ours = Rotary(d_head=d_head, base=base, **scaling).frequencies(divisors.device)
+        # The file's numbers were computed in float32, in another order.
+        if kind == "none" and torch.allclose(plain / ours, divisors, rtol=1e-4):
             return {**fields, **{f"rotary_{name}": value for name, value in scaling.items()}}
     if "rope_freqs.weight" in weights.shapes:
         raise CheckpointError(

@@ -1,7 +1,7 @@
 """The tensors of a .gguf file, read one by one.
 
-The header is read here, not by the package's reader: that one believes every length it meets, so that a wrong one hangs it or
-fills the memory. The package does the numbers. MemoryWeights are dequantised a few rows at a time, into the model's own memory.
+The header is read here, not by the `gguf` package: its reader trusts every length in the file, so that a wrong one makes it hang
+or fill the memory. The package dequantises the numbers, a few rows at a time, into the model's own memory.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from clearhead.checkpoint.weight_files import FileRange, MappedWeights
 from clearhead.errors import CheckpointError, MissingExtraError
 
 MAGIC = b"GGUF"
-# Metadata and the list of tensors come first; 262,144 tokens with their merges are 20 MB of it.
+# The header is the metadata and the list of tensors; a tokenizer of 262,144 tokens with merges takes 20 MB of it.
 MAX_HEADER = 64 * 2**20
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-AT_ONCE = 2**22  # numbers dequantised in one go
+CHUNK = 2**22  # numbers dequantised at once
 
 
 class GgufWeights(MappedWeights):
-    """The tensors of a .gguf file. What is quantised shows as float32."""
+    """The tensors of a .gguf file. Quantised ones are read as float32."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -54,9 +54,9 @@ class GgufWeights(MappedWeights):
                 self.dtypes[name] = PLAIN.get(kind.name, torch.float32)
                 self.ranges[name] = FileRange(path, start + offset, math.prod(shape) // block * nbytes)
                 if kind.name not in PLAIN:
-                    self._unpack(np.zeros((1, nbytes), np.uint8), kind)  # refuses here what can not be read later
+                    self._unpack(np.zeros((1, nbytes), np.uint8), kind)  # raises now, not later, if it can not be read
                     self.packed[name] = kind
-            self._check_places()
+            self._check_ranges()
             self.map(path)
         except OSError as error:
             raise CheckpointError(f"{path} can not be read ({error.strerror or error}); is the path right?") from None
@@ -70,34 +70,34 @@ class GgufWeights(MappedWeights):
         self.read_into(name, out)
         return out
 
-    def find(self, names: Sequence[str]) -> Tensor | None:
-        return None if any(name in self.packed for name in names) else super().find(names)
+    def read_stacked(self, names: Sequence[str]) -> Tensor | None:
+        return None if any(name in self.packed for name in names) else super().read_stacked(names)
 
     def read_into(self, name: str, out: Tensor) -> None:
         if name not in self.packed:
             return super().read_into(name, out)
-        place, shape = self.ranges[name], self.shapes[name]
+        source, shape = self.ranges[name], self.shapes[name]
         rows = out.view(-1, shape[-1])
-        width = place.nbytes // len(rows)
-        step = max(1, AT_ONCE // shape[-1])
+        width = source.nbytes // len(rows)
+        step = max(1, CHUNK // shape[-1])
         for first in range(0, len(rows), step):
             part = rows[first : first + step]
-            raw = np.fromfile(self.path, np.uint8, len(part) * width, offset=place.start + first * width)
+            raw = np.fromfile(self.path, np.uint8, len(part) * width, offset=source.start + first * width)
             part.copy_(torch.from_numpy(self._unpack(raw.reshape(-1, width), self.packed[name])))
         return None
 
     def _unpack(self, raw: npt.NDArray[np.uint8], kind: Any) -> npt.NDArray[np.float32]:
         from gguf.quants import dequantize
 
-        with np.errstate(all="ignore"):  # a damaged scale may be infinite; that is for the numbers to show
+        with np.errstate(all="ignore"):  # a damaged scale may be infinite, and numpy would warn
             return dequantize(raw, kind)
 
-    def _check_places(self) -> None:
+    def _check_ranges(self) -> None:
         size, total = self.path.stat().st_size, 0
-        for name, place in self.ranges.items():
-            total += place.nbytes
-            # Overlapping tensors would let a small file ask for any amount of memory.
-            if place.start + place.nbytes > size or total > size:
+        for name, part in self.ranges.items():
+            total += part.nbytes
+            # Tensors that overlap would let a small file ask for any amount of memory.
+            if part.start + part.nbytes > size or total > size:
                 raise ValueError(f"it has {size:,} bytes, too few for {name!r}")
 
 
@@ -105,37 +105,37 @@ Entries = dict[str, tuple[tuple[int, ...], int, int]]  # name -> shape, type, of
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], Entries, int]:
-    """Metadata without its lists (the tokenizer's), the tensors' entries, and where their bytes start."""
+    """The metadata without its lists (they belong to the tokenizer), the tensors' entries, and the offset of their bytes."""
     size = min(path.stat().st_size, MAX_HEADER)
     with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
-        scan = Scan(data)
-        magic, version, n_tensors, n_keys = scan.take("4sIQQ")
+        header = HeaderReader(data)
+        magic, version, n_tensors, n_keys = header.take("4sIQQ")
         if magic != MAGIC or version not in (2, 3):
             raise ValueError(f"it starts with {magic!r}, version {version}; little-endian versions 2 and 3 are read")
         metadata: dict[str, Any] = {}
-        for _ in range(n_keys):  # a count too high ends at the end of the data, in an error
-            key = scan.text()
-            value = scan.value()
+        for _ in range(n_keys):  # a count that is too high ends in an error, at the end of the data
+            key = header.text()
+            value = header.value()
             if value is not None:
                 metadata[key] = value
         entries: Entries = {}
         for _ in range(n_tensors):
-            name, (n_dims,) = scan.text(), scan.take("I")
+            name, (n_dims,) = header.text(), header.take("I")
             if name in entries or not 1 <= n_dims <= 4:
                 raise ValueError(f"{name!r} is there twice, or has {n_dims} dimensions")
-            shape = scan.take(f"{n_dims}Q")[::-1]  # the fastest dimension first, in the file
+            shape = header.take(f"{n_dims}Q")[::-1]  # the fastest dimension first, in the file
             if not all(0 < n < 2**31 for n in shape):
                 raise ValueError(f"{name!r} has shape {shape}")
-            kind, offset = scan.take("IQ")
+            kind, offset = header.take("IQ")
             entries[name] = shape, kind, offset
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1 or alignment > MAX_HEADER:
             raise ValueError(f"its tensors are aligned to {alignment!r}")
-        return metadata, entries, -(-scan.at // alignment) * alignment
+        return metadata, entries, -(-header.at // alignment) * alignment
 
 
-class Scan:
-    """Reads on and on through a header; a length that leads past its end is an error at once."""
+class HeaderReader:
+    """Reads a header from its start to its end. A length that leads past the end is an error."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at = data, 0
@@ -158,7 +158,7 @@ class Scan:
         return self.data[self.at - length : self.at].decode()
 
     def value(self) -> int | float | bool | str | None:
-        """A number or a text; None for a list, which is stepped over."""
+        """A number or a text; None for a list, which is skipped."""
         (kind,) = self.take("I")
         if kind == STRING:
             return self.text()

@@ -1,4 +1,4 @@
-"""A name on the Hugging Face hub, brought to this machine by huggingface-hub."""
+"""Models of the Hugging Face hub, downloaded by huggingface-hub."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from clearhead.errors import CheckpointError
 
 
 def download(name: str) -> Path:
-    """The folder of a downloaded (or already cached) model "owner/name"."""
+    """The local folder of the model "owner/name", downloaded if it is not cached yet."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise CheckpointError(
             f"there is nothing at {name!r}; give a folder, a file, or a hub name such as 'owner/model'"
@@ -23,7 +23,7 @@ def download(name: str) -> Path:
     wanted = ["*.json", "*.safetensors", "*.txt", "*.model", "*.spm", "*.jinja", "pytorch_model*.bin"]
     try:
         return Path(snapshot_download(name, allow_patterns=wanted))
-    except Exception as error:  # no network, no such model, no permission: each its own type
+    except Exception as error:  # no network, no such model, no permission: each has its own type
         reason = str(error).strip().split("\n")[0][:200]
         raise CheckpointError(
             f"there is no folder {name!r}, and it could not be fetched from the hub ({type(error).__name__}: {reason}); "

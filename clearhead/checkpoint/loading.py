@@ -1,6 +1,6 @@
-"""`load`: a model from a path, whatever wrote it.
+"""`load`: a model from a folder or file of any known format.
 
-Every tensor of the file is used and every parameter of the model filled, or loading fails and says which are not.
+Every tensor of the file must be used and every parameter of the model assigned. Otherwise loading fails and names the others.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from clearhead.models import Model, build
 from clearhead.models.pictures import resize_pictures
 from clearhead.quantization import integer as quantized
 
-TORCH_FILES = (b"PK\x03\x04", b"\x80\x02\x8a\n")  # how torch.save's files start: a zip, and before torch 1.6 a pickle
+TORCH_FILES = (
+    b"PK\x03\x04",
+    b"\x80\x02\x8a\n",
+)  # the first bytes of torch.save's files: a zip; before torch 1.6 a pickle
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-@torch.inference_mode(mode=False)  # of one thread only; and a model that is loaded within it may be trained after
+@torch.inference_mode(mode=False)  # it holds in one thread only, and models loaded in it can not be trained
 def load(
     path: str | Path,
     *,
@@ -44,40 +47,39 @@ def load(
     """The model at `path`, in eval mode.
 
     `path` is a folder of ours, a Hugging Face folder, a name on its hub, a .gguf file, llama2.c's .bin or OpenAI's Whisper .pt.
-    Weights go straight to `device` and `dtype`: by default the CPU, and the type they are stored in (float32 for quantised ones).
-    On the CPU they stay in the file where it holds them as the model does, and are read when they are used: the file may be
-    replaced, as `save` does, but must not be written into.
-    `image_size` is for models of pictures: their positions are interpolated to pictures of that size. `quantize`, "int8" or
-    "int4", holds the weights in fewer bits, for running only.
+    Weights are loaded directly to `device` and `dtype`. Defaults: the CPU, and the type they are stored in (float32 for quantised
+    ones). On the CPU, weights that the file stores as the model needs them stay memory-mapped and are read when they are used: the
+    file may be replaced, as `save` does, but nobody may write into it.
+    `image_size` is for Vision Transformers: position embeddings are interpolated to images of that size. `quantize`, "int8" or
+    "int4", holds the weights in 8 or 4 bits, for inference only.
     """
     if quantize not in (None, "int8", "int4"):
         raise InputError(f"quantize={quantize!r} is not known; {did_you_mean(quantize, ['int8', 'int4'])}")
-    found = open_checkpoint(Path(path) if Path(path).exists() else download(str(path)))
+    checkpoint = open_checkpoint(Path(path) if Path(path).exists() else download(str(path)))
     try:
-        model = build(found.config, device="meta", dtype=dtype or common_dtype(found.weights))
-    except (RuntimeError, OverflowError, TypeError) as error:  # torch can not count the bytes
+        model = build(checkpoint.config, device="meta", dtype=dtype or common_dtype(checkpoint.weights))
+    except (RuntimeError, OverflowError, TypeError) as error:  # more bytes than torch can count
         reason = str(error).split("\n")[0][:200]
         raise CheckpointError(f"{path} asks for a model of impossible sizes ({reason}); fetch it again") from None
     pairings = pair_up(
         {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
-        found.weights,
-        found.matches,
-        spelling=found.spelling,
-        tied=found.config.tie_embeddings,
-        unused=found.unused + found.extras,
+        checkpoint.weights,
+        checkpoint.matches,
+        keys=checkpoint.keys,
+        tied=checkpoint.config.tie_embeddings,
+        unused=checkpoint.unused + checkpoint.extras,
     )
-    assign_weights(
-        model, pairings, found.weights, torch.device(device or "cpu")
-    )  # only now that everything fits is memory taken
-    model.generation = found.generation
-    spare = found.weights.shapes.keys() - {pairing.key for pairing in pairings}
-    model.extras = {key: found.weights.read(key) for key in sorted(spare) if matches_any(key, found.extras)}
+    # Memory is taken only now, after all names and shapes have been checked.
+    assign_weights(model, pairings, checkpoint.weights, torch.device(device or "cpu"))
+    model.generation = checkpoint.generation
+    left = checkpoint.weights.shapes.keys() - {pairing.key for pairing in pairings}
+    model.extras = {key: checkpoint.weights.read(key) for key in sorted(left) if matches_any(key, checkpoint.extras)}
     model = (model if image_size is None else resize_pictures(model, image_size)).eval()
     return model if quantize is None else quantized.quantize(model, quantize)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Recognise what lies at `path`, and read its config."""
+    """Recognise the format of the checkpoint at `path`, and read its config and its list of tensors."""
     if path.is_file():
         return _one_file(path)
     if not (path / "config.json").is_file():
@@ -93,7 +95,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _one_file(path: Path) -> Checkpoint:
-    """A model in a single file, told by its first bytes where it has some of its own, else by its name."""
+    """A model in a single file. The format is known by the first bytes, where it has characteristic ones, else by the name."""
     try:
         with path.open("rb") as stream:
             start = stream.read(4)
@@ -116,7 +118,7 @@ def _one_file(path: Path) -> Checkpoint:
 
 
 def common_dtype(weights: Weights) -> torch.dtype:
-    """The type most of the file's tensors are stored in."""
+    """The type that most of the file's tensors have."""
     counts = Counter(dtype for dtype in weights.dtypes.values() if dtype in FLOATS)
     if not counts:
         raise CheckpointError("the file holds no floating-point tensors, so no model; is it the right file?")
@@ -126,18 +128,18 @@ def common_dtype(weights: Weights) -> torch.dtype:
 def _ours(saved: Mapping[str, Any], weights: Weights) -> Checkpoint:
     try:
         config = Config.from_dict(saved["model"])
-        told: Mapping[str, Any] = saved.get("generation") or {}
-        fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in told.items()}
+        saved_generation: Mapping[str, Any] = saved.get("generation") or {}
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved_generation.items()}
         generation = Generation(**fields)
     except (ConfigError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"config.json was not written by this version of clearhead ({error}); save the model again"
         ) from None
     check_layers(config, weights)
-    plain = {name: name for name in weights.shapes}
-    matches = [Match(name, (name,)) for name in plain]
-    extras = tuple(key for key in plain if key.startswith("extras."))
-    return Checkpoint(config, weights, matches, plain, generation, extras=extras)
+    keys = {name: name for name in weights.shapes}
+    matches = [Match(name, (name,)) for name in keys]
+    extras = tuple(key for key in keys if key.startswith("extras."))
+    return Checkpoint(config, weights, matches, keys, generation, extras=extras)
 
 
 def _hugging_face(path: Path, theirs: Mapping[str, Any], weights: Weights) -> Checkpoint:
@@ -150,9 +152,9 @@ def _hugging_face(path: Path, theirs: Mapping[str, Any], weights: Weights) -> Ch
         raise CheckpointError(f"model_type {kind!r} is not a family we have; {did_you_mean(kind, known)}")
     module = FAMILIES[family]
     theirs = {**theirs, **read_modules(path)}
-    spelling = Keys({key.removeprefix(module.PREFIX): key for key in weights.shapes}, weights.read)
+    keys = Keys({key.removeprefix(module.PREFIX): key for key in weights.shapes}, weights.read)
     try:
-        config = Config.from_dict({"family": family, **module.BASE, **module.read(theirs, spelling)})
+        config = Config.from_dict({"family": family, **module.BASE, **module.read(theirs, keys)})
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise CheckpointError(f"config.json has a field of the wrong type ({error}); fetch it again") from None
     except ConfigError as error:
@@ -162,7 +164,7 @@ def _hugging_face(path: Path, theirs: Mapping[str, Any], weights: Weights) -> Ch
         config,
         weights,
         expand(module.NAMES, config),
-        spelling,
+        keys,
         read_generation(
             theirs, read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
         ),
@@ -172,20 +174,20 @@ def _hugging_face(path: Path, theirs: Mapping[str, Any], weights: Weights) -> Ch
 
 
 def read_generation(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Generation:
-    """How to start, stop and pad: generation_config.json where it speaks, else config.json."""
+    """How to start, stop and pad: the fields of generation_config.json, and of config.json where it lacks one."""
 
-    def told(name: str) -> Any:
+    def get(name: str) -> Any:
         value = generation.get(name)
         return config.get(name) if value is None else value
 
     def whole(name: str) -> int | None:
-        value = told(name)
+        value = get(name)
         if isinstance(value, list):
             value = value[0] if value else None
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     def several(name: str) -> tuple[int, ...]:
-        value = told(name)
+        value = get(name)
         values = value if isinstance(value, list) else [value]
         return tuple(v for v in values if isinstance(v, int) and not isinstance(v, bool))
 
@@ -195,16 +197,16 @@ def read_generation(config: Mapping[str, Any], generation: Mapping[str, Any]) ->
         pad=whole("pad_token_id"),
         decoder_start=whole("decoder_start_token_id"),
         forced_bos=whole("forced_bos_token_id"),
-        forced_start=_read_forced(told("forced_decoder_ids")),
+        forced_start=_read_forced(get("forced_decoder_ids")),
         forced_eos=whole("forced_eos_token_id"),
         max_length=whole("max_length"),
-        suppress=(*several("suppress_tokens"), *_read_bad_words(told("bad_words_ids"))),
+        suppress=(*several("suppress_tokens"), *_read_bad_words(get("bad_words_ids"))),
         begin_suppress=several("begin_suppress_tokens"),
     )
 
 
 def _read_forced(pairs: Any) -> tuple[int | None, ...]:
-    """Whisper's [[1, language], [2, task], ...]: places count from 1, after the start; a language of null is to be found out."""
+    """Whisper's [[1, language], [2, task], ...]: positions are counted from 1; null means that the model chooses."""
     places: dict[Any, Any] = {}
     for pair in pairs if isinstance(pairs, list) else ():
         if isinstance(pair, list) and len(pair) == 2 and all(item is None or type(item) is int for item in pair):
@@ -216,6 +218,6 @@ def _read_forced(pairs: Any) -> tuple[int | None, ...]:
 
 
 def _read_bad_words(words: Any) -> tuple[int, ...]:
-    """Marian's list of words never to be written: those of one token, such as [[pad]]."""
+    """Marian's list of forbidden words, as far as they are one token, such as [[pad]]."""
     listed: list[Any] = words if isinstance(words, list) else []
     return tuple(word[0] for word in listed if isinstance(word, list) and len(word) == 1 and type(word[0]) is int)

@@ -49,8 +49,8 @@ NAMES: list[NameRow] = [
     *both("decoder.ln", "decoder.norm"),
 ]
 
-# Signs that stand for no speech, such as brackets and notes, in the English vocabulary (GPT-2's) and in the multilingual one:
-# what `non_speech_tokens` of OpenAI's tokenizer gives. Words may not start with a hyphen or an apostrophe either.
+# Tokens that are no speech, such as brackets and musical notes, in the English vocabulary (GPT-2's) and in the multilingual one.
+# They are `non_speech_tokens` of OpenAI's tokenizer, which also has the hyphen and the apostrophe at the start of a word.
 SIGNS = "1 2 7 8 9 10 14 25 26 27 28 29 31 58 59 60 61 62 63 90 91 92 93 "
 ENGLISH_SIGNS = SIGNS + (
     "357 366 438 532 685 705 796 930 1058 1220 1267 1279 1303 1343 1377 1391 1635 1782 1875 2162 2361 2488 3467 4008 4211 4600 "
@@ -62,12 +62,12 @@ MULTILINGUAL_SIGNS = SIGNS + (
     "9383 10428 10929 11938 12033 12331 12562 13793 14157 14635 15265 15618 16553 16604 18362 18956 20075 21675 22520 26130 26161 "
     "26435 28279 29464 31650 32302 32470 36865 42863 47425 49870 50254"
 )
-FIRST_MULTILINGUAL = 51_865  # the smallest vocabulary with other languages than English
+FIRST_MULTILINGUAL = 51_865  # the smallest vocabulary with languages other than English
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    held = load_torch_file(path)
-    dims, state = (held.get("dims"), held.get("model_state_dict")) if isinstance(held, dict) else (None, None)
+    content = load_torch_file(path)
+    dims, state = (content.get("dims"), content.get("model_state_dict")) if isinstance(content, dict) else (None, None)
     if not isinstance(dims, dict) or not isinstance(state, dict):
         raise CheckpointError(
             f"{path} is not OpenAI's Whisper: it has no dims and model_state_dict; weights without sizes are read from the "
@@ -77,8 +77,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} holds more than named tensors in its model_state_dict; fetch it again")
     weights = MemoryWeights(state)
     config = make_config(path, {"family": "whisper", **whisper.BASE, **_read(dims)}, weights)
-    spelling = {name: name for name in state}
-    return Checkpoint(config, weights, expand(NAMES, config), spelling, _generation(config.vocab_size))
+    keys = {name: name for name in state}
+    return Checkpoint(config, weights, expand(NAMES, config), keys, _generation(config.vocab_size))
 
 
 def _read(dims: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,12 +95,12 @@ def _read(dims: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _generation(vocab_size: int) -> Generation:
-    """The special tokens, counted from the end of the vocabulary, where 1,501 times stand after them."""
+    """The special tokens. They are counted from the end of the vocabulary, which is 1,501 timestamps."""
     multilingual = vocab_size >= FIRST_MULTILINGUAL
     end = 50_257 if multilingual else 50_256
-    start, plain = end + 1, vocab_size - 1502
-    translate, transcribe, of_model, previous, silence = range(plain - 5, plain)
-    if plain - 6 <= start:  # not OpenAI's vocabulary: a made-up model, for a test
+    start, no_timestamps = end + 1, vocab_size - 1502
+    translate, transcribe, start_of_lm, previous, no_speech = range(no_timestamps - 5, no_timestamps)
+    if no_timestamps - 6 <= start:  # too small for OpenAI's vocabulary
         return Generation()
     signs = MULTILINGUAL_SIGNS if multilingual else ENGLISH_SIGNS
     return Generation(
@@ -108,7 +108,7 @@ def _generation(vocab_size: int) -> Generation:
         eos=(end,),
         pad=end,
         decoder_start=start,
-        forced_start=(None, transcribe, plain) if multilingual else (plain,),
-        suppress=(*map(int, signs.split()), start, translate, transcribe, of_model, previous, silence),
-        begin_suppress=(220, end),  # a space, or nothing at all
+        forced_start=(None, transcribe, no_timestamps) if multilingual else (no_timestamps,),
+        suppress=(*map(int, signs.split()), start, translate, transcribe, start_of_lm, previous, no_speech),
+        begin_suppress=(220, end),  # a space; an empty text
     )

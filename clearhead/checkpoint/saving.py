@@ -1,7 +1,7 @@
 """`save`: a model to a folder, in our layout or in Hugging Face's; it loads back bit for bit.
 
-Everything is written beside the folder first and moved into place when it is complete, so that a kill leaves the old checkpoint
-or the new one. Each tensor carries a checksum, which loading checks.
+All files are first written to a temporary folder and moved when they are complete, so that a process that is killed leaves
+the old checkpoint or the new one. Each tensor has a checksum, which loading compares.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ SHARD_BYTES = 4 * 2**30
 def save(
     model: Model, path: str | Path, *, format: Literal["clearhead", "hf"] = "clearhead", shard_bytes: int = SHARD_BYTES
 ) -> Path:
-    """Write the model to the folder `path`: config.json and model.safetensors (several, above `shard_bytes`).
+    """Write the model to the folder `path`: config.json and model.safetensors (several files, above `shard_bytes`).
 
-    `format="clearhead"` keeps our names and every field; `format="hf"` is what Hugging Face transformers loads.
+    `format="clearhead"` keeps our names and all fields; `format="hf"` is the layout that Hugging Face transformers loads.
     """
     if format not in ("clearhead", "hf"):
         raise CheckpointError(f"format={format!r} is not known; {did_you_mean(str(format), ['clearhead', 'hf'])}")
@@ -47,17 +47,17 @@ def save(
         raise CheckpointError(f"{path} is a file; give a folder to save into")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
         try:
-            _write_weights(work, state, shard_bytes)
+            _write_weights(temporary, state, shard_bytes)
             for name, value in files.items():
-                (work / name).parent.mkdir(exist_ok=True)
-                (work / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-            for file in _files(work):
+                (temporary / name).parent.mkdir(exist_ok=True)
+                (temporary / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+            for file in _files(temporary):
                 _sync(file)
-            _move(work, path)
+            _move(temporary, path)
         finally:
-            shutil.rmtree(work, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(
             f"{path} could not be written ({error.strerror or error}); what was there before is untouched"
@@ -66,9 +66,9 @@ def save(
 
 
 def _ours(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    told = {"clearhead": __version__, "model": model.config.to_dict(), "generation": asdict(model.generation)}
+    config = {"clearhead": __version__, "model": model.config.to_dict(), "generation": asdict(model.generation)}
     extras = {key if key.startswith("extras.") else f"extras.{key}": tensor for key, tensor in model.extras.items()}
-    return {"config.json": told}, {**model.state_dict(), **extras}
+    return {"config.json": config}, {**model.state_dict(), **extras}
 
 
 def _hugging_face(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -134,12 +134,15 @@ def _write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int) 
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _move(work: Path, path: Path) -> None:
-    """Put the finished files in place. A new folder appears at once; in an old one, config.json goes away first and comes last,
-    so that at no moment do old and new files load together."""
+def _move(temporary: Path, path: Path) -> None:
+    """Move the finished files to `path`.
+
+    A new folder is one rename. In an old folder config.json is deleted first and written last, so that old and new files are
+    never loaded together.
+    """
     if not path.exists():
-        work.chmod(0o755)
-        work.rename(path)
+        temporary.chmod(0o755)
+        temporary.rename(path)
         return
     (path / "config.json").unlink(missing_ok=True)
     (path / "modules.json").unlink(missing_ok=True)
@@ -149,8 +152,8 @@ def _move(work: Path, path: Path) -> None:
         *path.glob("pytorch_model*"),
     ]:
         old.unlink()
-    for file in sorted(_files(work), key=lambda file: file == work / "config.json"):
-        target = path / file.relative_to(work)
+    for file in sorted(_files(temporary), key=lambda file: file == temporary / "config.json"):
+        target = path / file.relative_to(temporary)
         target.parent.mkdir(exist_ok=True)
         os.replace(file, target)
 

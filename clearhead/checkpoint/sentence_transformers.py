@@ -1,6 +1,6 @@
-"""sentence-transformers' folders: modules.json lists what follows the model (pooling, a norm), each with a folder of its own.
+"""Folders of sentence-transformers: modules.json lists what follows the model (pooling, a norm), each with a folder of its own.
 
-Pages read and write the list as the field `modules` of config.json, each module's type beside its config.
+To the family modules the list appears as a field `modules` of config.json: the type and the config of each module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PACKAGE = "sentence_transformers.models."
 
 
 def read_modules(folder: Path) -> dict[str, Any]:
-    """`modules` as a field, or nothing where the folder is a model alone."""
+    """The field `modules`, or nothing where the folder has no modules.json."""
     file = folder / "modules.json"
     if not file.is_file():
         return {}
@@ -27,22 +27,22 @@ def read_modules(folder: Path) -> dict[str, Any]:
 
 
 def _read_module(folder: Path, module: Mapping[str, Any]) -> dict[str, Any]:
-    kind, place = module.get("type"), module.get("path")
-    if not isinstance(kind, str) or not isinstance(place, str) or (place and Path(place).name != place):
+    kind, path = module.get("type"), module.get("path")
+    if not isinstance(kind, str) or not isinstance(path, str) or (path and Path(path).name != path):
         raise CheckpointError(f"modules.json has a module {dict(module)!r}; each needs a type, and a path beside it")
-    file = folder / place / "config.json"
-    own = read_json(file) if place and file.is_file() else {}
-    return {**own, "type": kind.rpartition(".")[2]}
+    file = folder / path / "config.json"
+    config = read_json(file) if path and file.is_file() else {}
+    return {**config, "type": kind.rpartition(".")[2]}
 
 
 def write_modules(modules: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The files that hold this list."""
+    """The content of the files that hold this list, by name."""
     files: dict[str, Any] = {}
     listed: list[dict[str, Any]] = []
     for n, module in enumerate(modules):
-        own = {name: value for name, value in module.items() if name != "type"}
-        place = f"{n}_{module['type']}" if n else ""
-        listed.append(dict(idx=n, name=str(n), path=place, type=PACKAGE + module["type"]))
-        if own:
-            files[f"{place}/config.json"] = own
+        config = {name: value for name, value in module.items() if name != "type"}
+        path = f"{n}_{module['type']}" if n else ""
+        listed.append(dict(idx=n, name=str(n), path=path, type=PACKAGE + module["type"]))
+        if config:
+            files[f"{path}/config.json"] = config
     return {**files, "modules.json": listed} if listed else {}

@@ -1,13 +1,13 @@
-"""The tables of names, read both ways: which tensor of a file is which tensor of a model.
+"""Tables of tensor names, used for loading and for saving: which tensor of a file is which tensor of a model.
 
-A row is (theirs, ours), or (theirs, ours, how). `{i}` counts layers. Several of ours for one of theirs are stacked along the
-first axis (GPT-2's q, k, v). The first row that names one of ours is the one written; further ones are other names that files
-are seen with. `how` says in what form the file keeps it:
+A row is (theirs, ours), or (theirs, ours, layout). `{i}` is the layer's number. Where one of theirs holds several of ours, they
+are stacked along the first axis (GPT-2's q, k, v). Saving uses the first row that names a tensor of ours; later rows are other
+names of it that files are known to have. `layout` says how the file stores the tensor:
 
-    transpose    the other way round (GPT-2's matrices)
-    row, rows    with one axis of length 1 in front, or with two (ViT's positions and class token)
-    interleaved  rotary pairs as neighbours (2i, 2i + 1), where ours are halves (i, i + d_head / 2)
-    halves_in    pairs of the last axis as halves (i, i + n / 2), where ours are neighbours (the original as Marian)
+    transpose    transposed (GPT-2's matrices)
+    row, rows    with one, or with two, axes of length 1 in front (ViT's positions and class token)
+    interleaved  rotary pairs as neighbours (2i, 2i + 1); ours are halves (i, i + d_head / 2)
+    halves_in    pairs of the last axis as halves (i, i + n / 2); ours are neighbours (the original Transformer, saved as Marian)
     halves_out   the same along the first axis
 """
 
@@ -30,64 +30,67 @@ FRONT = {"row": 1, "rows": 2}
 
 @dataclass(frozen=True)
 class Match:
-    """One tensor of a file, and the one or several of the model that it is."""
+    """The name of a tensor in a file, and of the one or several tensors of the model that it holds."""
 
     theirs: str
     ours: tuple[str, ...]
-    how: str = ""
+    layout: str = ""
     d_head: int = 0
 
     def shape(self, shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
-        """The shape the file's tensor must have, given the model's shapes."""
+        """The shape that the file's tensor must have, given the shapes of the model's tensors."""
         parts = [tuple(shapes[name]) for name in self.ours]
         whole = (sum(part[0] for part in parts), *parts[0][1:])
-        return whole[::-1] if self.how == "transpose" else (1,) * FRONT.get(self.how, 0) + whole
+        return whole[::-1] if self.layout == "transpose" else (1,) * FRONT.get(self.layout, 0) + whole
 
-    def into(self, tensor: Tensor) -> Tensor:
-        """The file's tensor as the model's, or as several of the model's, one below the other."""
-        if self.how == "transpose":
+    def from_file(self, tensor: Tensor) -> Tensor:
+        """The file's tensor in the model's layout; several tensors of the model are stacked along the first axis."""
+        if self.layout == "transpose":
             return tensor.T
-        if self.how in FRONT:
-            return tensor[(0,) * FRONT[self.how]]
-        if self.how == "interleaved":
+        if self.layout in FRONT:
+            return tensor[(0,) * FRONT[self.layout]]
+        if self.layout == "interleaved":
             return tensor.unflatten(0, (-1, self.d_head // 2, 2)).transpose(1, 2).flatten(0, 2)
-        if self.how in ("halves_in", "halves_out"):
-            axis = tensor.ndim - 1 if self.how == "halves_in" else 0
+        if self.layout in ("halves_in", "halves_out"):
+            axis = tensor.ndim - 1 if self.layout == "halves_in" else 0
             return tensor.unflatten(axis, (2, -1)).transpose(axis, axis + 1).flatten(axis, axis + 1)
         return tensor
 
-    def back(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The model's tensors as the file's."""
+    def to_file(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The model's tensors as one, in the file's layout."""
         tensor = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
-        if self.how == "transpose":
+        if self.layout == "transpose":
             return tensor.T
-        if self.how in FRONT:
-            return tensor[(None,) * FRONT[self.how]]
-        if self.how == "interleaved":
+        if self.layout in FRONT:
+            return tensor[(None,) * FRONT[self.layout]]
+        if self.layout == "interleaved":
             return tensor.unflatten(0, (-1, 2, self.d_head // 2)).transpose(1, 2).flatten(0, 2)
-        if self.how in ("halves_in", "halves_out"):
-            axis = tensor.ndim - 1 if self.how == "halves_in" else 0
+        if self.layout in ("halves_in", "halves_out"):
+            axis = tensor.ndim - 1 if self.layout == "halves_in" else 0
             return tensor.unflatten(axis, (-1, 2)).transpose(axis, axis + 1).flatten(axis, axis + 1)
         return tensor
 
 
 def expand(table: Iterable[NameRow] | Callable[[Config], Iterable[NameRow]], config: Config) -> list[Match]:
-    """The rows for every layer of a model; a table may be a function of the config."""
+    """The rows of a table, once for each layer of the model. The table may be a function of the config."""
     matches: list[Match] = []
     for row in table(config) if callable(table) else table:
-        theirs, ours, how = row if len(row) == 3 else (*row, "")
+        theirs, ours, layout = row if len(row) == 3 else (*row, "")
         names = (ours,) if isinstance(ours, str) else ours
         repeated = "{i}" in theirs + "".join(names)
         layers = config.n_decoder_layers if names[0].startswith("decoder.") else config.n_layers
         for i in range(layers if repeated else 1):
             here = tuple(name.replace("{i}", str(i)) for name in names)
-            matches.append(Match(theirs.replace("{i}", str(i)), here, how, config.d_head))
+            matches.append(Match(theirs.replace("{i}", str(i)), here, layout, config.d_head))
     return matches
 
 
 @dataclass(frozen=True)
 class Pairing:
-    """A tensor of the file, found and fitting; `first` is set where the model's tensor was already found under that key."""
+    """A tensor of the file that is in the model too, with the right shape.
+
+    `first` is set where the same tensor of the model was already found under another key.
+    """
 
     key: str
     match: Match
@@ -100,13 +103,13 @@ def pair_up(
     weights: Weights,
     matches: Iterable[Match],
     *,
-    spelling: Mapping[str, str],
+    keys: Mapping[str, str],
     tied: bool = False,
     unused: Iterable[str] = (),
 ) -> list[Pairing]:
-    """Find every tensor of the model in the file, and use every tensor of the file, or fail and say which are left over.
+    """Pair every tensor of the model with one of the file, or fail and say which tensors of either have no partner.
 
-    `spelling` gives the file's key for a table's name. `unused` are patterns of what files carry that is no weight.
+    `keys` maps a name in the table to the key in the file. Keys that match a pattern in `unused` need no partner.
     """
     known = dict(shapes)
     if tied and "head.weight" not in known:  # a tied head may be stored a second time
@@ -114,7 +117,7 @@ def pair_up(
     found: dict[tuple[str, ...], str] = {}
     pairings: list[Pairing] = []
     for match in matches:
-        key = spelling.get(match.theirs)
+        key = keys.get(match.theirs)
         if key is None or any(name not in known for name in match.ours):
             continue
         if weights.shapes[key] != match.shape(known):
@@ -138,12 +141,12 @@ def pair_up(
 
 
 def write_all(state: Mapping[str, Tensor], matches: Iterable[Match]) -> dict[str, Tensor]:
-    """The model's tensors under the file's names, each written once."""
+    """The model's tensors under the file's names and in its layout, each once."""
     written: dict[str, Tensor] = {}
     done: set[str] = set()
     for match in matches:
         if all(name in state and name not in done for name in match.ours):
-            written[match.theirs] = match.back([state[name] for name in match.ours])
+            written[match.theirs] = match.to_file([state[name] for name in match.ours])
             done.update(match.ours)
     left = [name for name in state if name not in done]
     if left:

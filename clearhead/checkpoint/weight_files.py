@@ -1,7 +1,7 @@
-"""Files of weights: safetensors (one or many), and torch's own files without ever running a pickle.
+"""Files of weights: safetensors (one or many), and torch's own files, whose pickles are never run.
 
-Files of plain numbers are mapped, not read: a tensor is the file's pages, as they lie in the operating system's cache. They are
-shared with every process that has the file open; writing to one makes a copy of the page, for this process alone.
+Files of plain numbers are memory-mapped: a tensor's memory is the operating system's cache of the file. All processes that have
+the file open share it. Writing to such a tensor gives the process a private copy of what it writes to.
 """
 
 from __future__ import annotations
@@ -35,32 +35,37 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-CHECKSUMS = "clearhead.crc32"  # the key, in a file's metadata, of a checksum for each tensor
-ALIGNMENT = 64  # bytes: where torch puts its own tensors, and where the numbers of our files start
+CHECKSUMS = "clearhead.crc32"  # the metadata key that holds a checksum for each tensor
+ALIGNMENT = 64  # bytes: torch's own tensors start at multiples of it, and so do the tensors in our files
 
 
 class Weights(ABC):
-    """Named tensors in files: their shapes are known, their numbers are read when asked for."""
+    """Named tensors in files. Their shapes and types are known at once; their numbers are read later."""
 
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU, as it is stored; not to be written to."""
+        """One tensor, on the CPU, in the stored type. The caller must not write to it."""
 
     def read_into(self, name: str, out: Tensor) -> None:
-        """One tensor into memory that is already there, on any device, in its type."""
+        """One tensor copied into `out`, on its device and in its type."""
         out.copy_(self.read(name))
 
-    def find(self, names: Sequence[str]) -> Tensor | None:
-        """These tensors as one, where they lie one below the other in memory that may be kept and written to, and as a
-        tensor of torch's own would: products of the same numbers at another alignment can differ in their last bits."""
+    def read_stacked(self, names: Sequence[str]) -> Tensor | None:
+        """These tensors, stacked along the first axis, as one tensor without a copy; None where that is not possible.
+
+        Possible is it where they lie one after the other in mapped memory, aligned as torch aligns its own tensors: matrix
+        products of the same numbers at another alignment can differ in their last bits. The caller may write to the result.
+        """
         return None
 
 
 @dataclass(frozen=True)
 class FileRange:
+    """The bytes of one tensor in a file, and their checksum if it is known."""
+
     file: Path
     start: int
     nbytes: int
@@ -68,66 +73,66 @@ class FileRange:
 
 
 class MappedWeights(Weights):
-    """Tensors that lie in files as plain numbers, at known ranges."""
+    """Tensors that files hold as plain numbers, at known ranges."""
 
     def __init__(self) -> None:
         self.shapes, self.dtypes, self.ranges = {}, {}, dict[str, FileRange]()
         self.maps: dict[Path, mmap.mmap | bytearray] = {}
 
     def map(self, file: Path) -> None:
-        """Before a tensor of this file is read."""
+        """Map a file into memory; must come before reading a tensor of it."""
         with file.open("rb") as stream:
             try:
                 self.maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-            except (OSError, ValueError):  # some file systems can not
+            except (OSError, ValueError):  # some file systems have no mapping
                 self.maps[file] = bytearray(stream.read())
 
     def read(self, name: str) -> Tensor:
         self._check(name)
         return self._tensor(self.ranges[name], self.shapes[name], self.dtypes[name])
 
-    def find(self, names: Sequence[str]) -> Tensor | None:
+    def read_stacked(self, names: Sequence[str]) -> Tensor | None:
         first, dtype = self.ranges[names[0]], self.dtypes[names[0]]
         if first.start % ALIGNMENT:
             return None
         end = first.start
         for name in names:
-            place = self.ranges[name]
-            if place.file != first.file or place.start != end or self.dtypes[name] != dtype:
+            part = self.ranges[name]
+            if part.file != first.file or part.start != end or self.dtypes[name] != dtype:
                 return None
-            end += place.nbytes
+            end += part.nbytes
         for name in names:
             self._check(name)
         rows = sum(self.shapes[name][0] for name in names) if len(names) > 1 else 0
         shape = (rows, *self.shapes[names[0]][1:]) if rows else self.shapes[names[0]]
         return self._tensor(first, shape, dtype)
 
-    def let_go(self, name: str) -> None:
-        """It was copied: the file's pages that held it are not this process's memory any more."""
-        place, page = self.ranges[name], mmap.PAGESIZE
-        held, start = self.maps[place.file], -(-place.start // page) * page
-        length = (place.start + place.nbytes) // page * page - start
-        if not isinstance(held, bytearray) and hasattr(mmap, "MADV_DONTNEED") and length > 0:
-            held.madvise(mmap.MADV_DONTNEED, start, length)
+    def release(self, name: str) -> None:
+        """The tensor was copied: its mapped memory no longer has to count as this process's memory."""
+        part, unit = self.ranges[name], mmap.PAGESIZE
+        memory, start = self.maps[part.file], -(-part.start // unit) * unit
+        length = (part.start + part.nbytes) // unit * unit - start
+        if not isinstance(memory, bytearray) and hasattr(mmap, "MADV_DONTNEED") and length > 0:
+            memory.madvise(mmap.MADV_DONTNEED, start, length)
 
-    def _tensor(self, place: FileRange, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _tensor(self, part: FileRange, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
-        if place.start % dtype.itemsize:  # no processor promises to compute with these
+        if part.start % dtype.itemsize:  # not every processor can compute with unaligned numbers
             nbytes = count * dtype.itemsize
-            raw = torch.frombuffer(self.maps[place.file], dtype=torch.uint8, offset=place.start, count=nbytes)
+            raw = torch.frombuffer(self.maps[part.file], dtype=torch.uint8, offset=part.start, count=nbytes)
             return raw.clone().view(dtype).view(shape)
-        return torch.frombuffer(self.maps[place.file], dtype=dtype, offset=place.start, count=count).view(shape)
+        return torch.frombuffer(self.maps[part.file], dtype=dtype, offset=part.start, count=count).view(shape)
 
     def _check(self, name: str) -> None:
-        place = self.ranges[name]
-        with memoryview(self.maps[place.file]) as memory, memory[place.start : place.start + place.nbytes] as here:
-            if len(here) < place.nbytes:
-                raise CheckpointError(f"{place.file.name} ends inside {name!r}; fetch or save it again")
-            if place.crc is not None and zlib.crc32(here) != place.crc:
+        part = self.ranges[name]
+        with memoryview(self.maps[part.file]) as memory, memory[part.start : part.start + part.nbytes] as content:
+            if len(content) < part.nbytes:
+                raise CheckpointError(f"{part.file.name} ends inside {name!r}; fetch or save it again")
+            if part.crc is not None and zlib.crc32(content) != part.crc:
                 raise CheckpointError(
-                    f"{place.file.name}: {name!r} does not match its checksum; the file was damaged, or only half of a "
+                    f"{part.file.name}: {name!r} does not match its checksum; the file was damaged, or only half of a "
                     f"save arrived; fetch or save it again"
                 )
 
@@ -151,7 +156,7 @@ class SafeTensors(MappedWeights):
             self.map(file)
         except OSError as error:
             raise CheckpointError(f"{file} can not be read ({error.strerror or error}); is the path right?") from None
-        except Exception as error:  # safetensors raises its own type, and json's
+        except Exception as error:  # safetensors raises errors of its own and of json
             raise CheckpointError(f"{file} is not a whole safetensors file ({error}); fetch or save it again") from None
         metadata = header.pop("__metadata__", None) or {}
         checksums: dict[str, int] = json.loads(metadata.get(CHECKSUMS, "{}"))
@@ -169,9 +174,9 @@ class SafeTensors(MappedWeights):
 
 
 def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One file: a header, then the numbers in the order given (wide types first), so that what belongs together lies together.
+    """Write contiguous CPU tensors to one file: a header, then the numbers, wide types first and else in the order given.
 
-    The tensors are on the CPU and contiguous. The same ones make the same file.
+    A model's q, k and v thus lie one after the other, as `read_stacked` needs them. Equal tensors make equal files.
     """
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
     memory = {name: tensors[name].view(-1).view(torch.uint8).numpy().data for name in order if tensors[name].numel()}
@@ -192,7 +197,7 @@ def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 class MemoryWeights(Weights):
-    """Tensors already in memory (or mapped from a file), by name."""
+    """Tensors that torch has already read or mapped, by name."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
@@ -204,7 +209,7 @@ class MemoryWeights(Weights):
 
 
 def load_torch_file(file: Path) -> Any:
-    """What a .bin or .pt file holds, through torch's restricted unpickler: a file that asks for code is refused."""
+    """The content of a .bin or .pt file, read by torch's restricted unpickler, which refuses files that contain code."""
     try:
         try:
             return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -219,7 +224,7 @@ def load_torch_file(file: Path) -> Any:
 
 
 def open_weights(folder: Path) -> Weights:
-    """The weights of a Hugging Face or clearhead directory: safetensors if there are any, else .bin files."""
+    """The weights in a Hugging Face or clearhead folder: safetensors if there are any, else .bin files."""
     for index, single in (
         ("model.safetensors.index.json", "model.safetensors"),
         ("pytorch_model.bin.index.json", "pytorch_model.bin"),
@@ -239,7 +244,7 @@ def open_weights(folder: Path) -> Weights:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file."""
+    """The JSON object in a file."""
     value = parse_json(file)
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} should hold a JSON object, but holds a {type(value).__name__}; fetch it again")
@@ -247,7 +252,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def parse_json(file: Path) -> Any:
-    """Whatever JSON is in a file."""
+    """The JSON value in a file, of any type."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,6 +1,6 @@
-"""The command line: one thin file per command, torch loaded only by those that compute.
+"""The command line: one thin file per command. torch is imported only by commands that compute.
 
-Errors a user can cause are printed in one line and exit with 1 (`--debug` shows where they came from); wrong usage exits with 2.
+An error that a user can cause is printed in one line and exits with 1 (`--debug` shows the traceback); wrong usage exits with 2.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def options(
 
 def main() -> None:
     """The entry point of `clearhead`."""
-    # Torch makes half a million objects that stay: looking through them for garbage all the while takes a tenth of the start.
+    # Importing torch makes half a million objects that stay; with the default threshold, garbage collection takes 10% of the start.
     gc.set_threshold(50_000)
     try:
         app()

@@ -1,4 +1,4 @@
-"""Sound for Whisper: files read as mono at 16,000 samples a second, and its log-mel picture of 30 seconds."""
+"""Sound for Whisper: files read as mono at 16,000 samples a second, and log-mel spectrograms of 30 seconds."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor
 from clearhead.errors import InputError, MissingExtraError
 
 RATE = 16_000
-SECONDS = 30  # what Whisper hears at once
+SECONDS = 30  # the length of Whisper's input
 N_FFT, HOP = 400, 160  # 25 ms every 10 ms
-BLOCK = 2**18  # samples read, and computed, at once
+BLOCK = 2**18  # samples read at once
 
-# The resampling filter: 64 zero crossings on either side in a Kaiser window of 9. What lies below 91% of half the smaller rate
-# passes within 0.01 dB; of what lies above that half, less than -80 dB is left.
+# The resampling filter: a sinc with 64 zero crossings on either side, in a Kaiser window with beta 9. Frequencies below 91% of
+# half the smaller rate pass within 0.01 dB; frequencies above half the smaller rate are reduced by more than 80 dB.
 ZEROS, BETA, ROLLOFF = 64, 9.0, 0.96
 
 
@@ -28,7 +28,7 @@ def load_audio(source: str | Path | BytesIO, rate: int = RATE) -> Float[Tensor, 
     """A sound file (wav, flac, ogg, mp3) as numbers from -1 to 1: channels averaged, resampled to `rate`."""
     try:
         import soundfile
-    except (ImportError, OSError):  # OSError: the package is there, libsndfile is not
+    except (ImportError, OSError):  # OSError: the package is installed, but libsndfile is not
         raise MissingExtraError(
             "sound files need soundfile, which is missing; pip install 'clearhead[audio]'"
         ) from None
@@ -37,22 +37,23 @@ def load_audio(source: str | Path | BytesIO, rate: int = RATE) -> Float[Tensor, 
         raise InputError(f"there is no sound file {str(source)!r}; is the path right?")
     try:
         with soundfile.SoundFile(source) as file:
-            # Block by block: a damaged header may announce more samples than any memory holds.
+            # Block by block: a damaged header may claim more samples than fit in memory.
             blocks = [block.mean(1) for block in file.blocks(BLOCK, dtype="float32", always_2d=True)]
-            found = int(file.samplerate)
+            source_rate = int(file.samplerate)
     except (soundfile.SoundFileError, RuntimeError, ValueError, TypeError) as error:
         raise InputError(f"{name} is no sound file that can be read ({error}); convert it to wav or flac") from None
     sound = torch.from_numpy(np.concatenate([*blocks, np.zeros(0, np.float32)]))
     if len(sound) == 0:
         raise InputError(f"{name} holds no sound: 0 samples; record or convert it again")
-    return resample(sound, found, rate)
+    return resample(sound, source_rate, rate)
 
 
 def resample(sound: Float[Tensor, " n"], source: int, target: int = RATE) -> Float[Tensor, " m"]:
-    """The same sound at another rate: ceil(n target / source) samples, what the new rate can not hold filtered out.
+    """The same sound at another rate: ceil(n target / source) samples. Frequencies that the new rate can not represent are removed.
 
-    Each new sample is a weighted sum of the old ones around it. The weights, a sinc in a Kaiser window, depend only on where
-    between two old samples it falls; there are at most `target` such places, so their weights are made once (a polyphase filter).
+    Each new sample is a weighted sum of the old ones around it. The weights, a sinc in a Kaiser window, depend only on the new
+    sample's position between two old ones. There are at most `target` such positions, so the weights are computed once for each
+    (a polyphase filter).
     """
     if source < 1 or target < 1:
         raise InputError(f"rates are samples a second, above 0; got {source} and {target}; 16000 and 44100 are usual")
@@ -62,14 +63,14 @@ def resample(sound: Float[Tensor, " n"], source: int, target: int = RATE) -> Flo
         return sound
     cutoff = ROLLOFF * min(1.0, up / down)  # in halves of the old rate
     reach = math.ceil(ZEROS / cutoff)
-    # New sample j stands at old place j down / up: `reach` samples before it, `reach` after it.
+    # New sample j has the old position j down / up; `reach` old samples before and after it contribute.
     place = torch.arange(up, dtype=torch.float64) * down / up
     offset = torch.arange(-reach, reach + 1) - (place - place.floor())[:, None]
     window = torch.special.i0(BETA * (1 - (offset / (reach + 1)) ** 2).clamp(min=0).sqrt()) / torch.special.i0(
         torch.tensor(BETA, dtype=torch.float64)
     )
     weights = cutoff * torch.sinc(cutoff * offset) * window
-    weights = (weights / weights.sum(1, keepdim=True)).to(sound.dtype)  # a constant stays exactly that
+    weights = (weights / weights.sum(1, keepdim=True)).to(sound.dtype)  # a constant signal stays exactly constant
     around = F.pad(sound, (reach, reach + 1)).unfold(0, 2 * reach + 1, 1)
     count = -(-len(sound) * up // down)
     step = max(1, BLOCK // 8)
@@ -78,10 +79,10 @@ def resample(sound: Float[Tensor, " n"], source: int, target: int = RATE) -> Flo
 
 
 def log_mel(sound: Float[Tensor, " n"], n_mels: int = 80, seconds: float = SECONDS) -> Float[Tensor, "m frames"]:
-    """Whisper's input: the energy of `n_mels` bands every 10 ms, as a logarithm, for exactly `seconds` of sound.
+    """Whisper's input: the logarithm of the energy of `n_mels` frequency bands every 10 ms, for exactly `seconds` of sound.
 
-    Shorter sound is followed by silence, longer is cut, as OpenAI does (Radford et al. 2022, section 2.2): the last
-    8 powers of ten below the loudest are kept, and the result is scaled to about -1 .. 1.
+    Shorter sound is padded with silence, longer sound is cut. As in Radford et al. 2022 (section 2.2), values more than 8 powers of
+    ten below the loudest are raised to that level, and the result is scaled to about -1 .. 1.
     """
     length = round(seconds * RATE)
     sound = F.pad(sound[:length].float(), (0, max(0, length - len(sound))))
@@ -93,9 +94,9 @@ def log_mel(sound: Float[Tensor, " n"], n_mels: int = 80, seconds: float = SECON
 
 
 def mel_filters(n_mels: int, rate: int = RATE, n_fft: int = N_FFT) -> Float[Tensor, "m bins"]:
-    """Triangles over the spectrum, evenly spaced on Slaney's mel scale, each of the same area.
+    """Triangular filters over the spectrum, evenly spaced on Slaney's mel scale, all of the same area.
 
-    The scale is linear up to 1,000 Hz (15 mel) and logarithmic above: 27 mel for a factor of 6.4.
+    The scale is linear up to 1,000 Hz (15 mel) and logarithmic above: 27 mel are a factor of 6.4.
     """
     step = math.log(6.4) / 27
     top = 15 + math.log(rate / 2 / 1000) / step

@@ -1,6 +1,6 @@
-"""Which rows make the batch of a step: a pure function of (seed, step), so that a run can go on from any step.
+"""Which rows are in the batch of a step: a pure function of (seed, step), so that a run can resume at any step.
 
-There is no iterator whose state could be lost. Every process computes the whole batch's rows and takes its own share,
+There is no iterator with a state that could be lost. Each process computes the rows of the whole batch and takes its share,
 `rows[rank::world]`.
 """
 
@@ -16,18 +16,18 @@ from clearhead.errors import ConfigError, InputError
 
 Rows = NDArray[np.int64]
 
-# The share by which a length is disturbed before sorting. On Multi30k with 4,096 tokens a batch: 7% padding, and of the rows that
-# share a batch 27% still do in the next epoch. With 0.06 it would be 8% and 18%.
+# The relative noise on lengths before sorting. On Multi30k with 4,096 tokens a batch: 7% padding, and 27% of the rows that
+# share a batch share one in the next epoch too. With 0.06 it would be 8% and 18%.
 _NOISE = 0.04
 
 
 def draw(seed: int, epoch: int) -> np.random.Generator:
-    """The random numbers of one epoch."""
+    """The random generator of one epoch."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, epoch))))
 
 
 def held_out(n: int, share: float, seed: int) -> tuple[Rows, Rows]:
-    """Rows to train on and rows to validate on, a fixed random choice of at least one each, both in rising order."""
+    """Rows for training and rows for validation: a random choice, fixed by the seed, at least one of each, both sorted."""
     if n < 2 or not 0 < share < 1:
         raise ConfigError(
             f"{n} rows can not be split with a held-out share of {share}; give 2 rows and a share in (0, 1)"
@@ -38,7 +38,7 @@ def held_out(n: int, share: float, seed: int) -> tuple[Rows, Rows]:
 
 
 class RowOrder:
-    """`rows_per_step` rows a step, in an order that is new in every epoch; a batch may hold the end of one and the next's start."""
+    """`rows_per_step` rows a step, shuffled anew in every epoch. A batch may span the end of one epoch and the next's start."""
 
     def __init__(self, n: int, rows_per_step: int, seed: int) -> None:
         if n < 1 or rows_per_step < 1:
@@ -50,7 +50,7 @@ class RowOrder:
         return np.concatenate([rows for _, rows in self.parts(step)])
 
     def parts(self, step: int) -> list[tuple[int, Rows]]:
-        """The rows of a step by the epoch they belong to."""
+        """The rows of a step, by epoch."""
         place, stop = step * self.rows_per_step, (step + 1) * self.rows_per_step
         parts: list[tuple[int, Rows]] = []
         while place < stop:
@@ -70,8 +70,8 @@ class TokenOrder:
     """Batches of rows of similar lengths, with as many rows as a budget of tokens allows.
 
     `lengths` has one array for each column, such as source and target. In a batch, the number of rows times the longest row is at
-    most `budget` in every column, padding counted. Every row comes once an epoch. Rows are sorted by slightly disturbed
-    lengths, so that batches are made of other rows in every epoch, and then the batches are shuffled.
+    most `budget` in every column, padding included. Every row comes once an epoch. Rows are sorted by their lengths plus a little
+    noise, so that each epoch has other batches; then the batches are shuffled.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class TokenOrder:
         return epoch + (step - first) / (end - first)
 
     def _find(self, step: int) -> int:
-        # Epochs differ by a batch or two, so the steps of all before have to be counted; each is planned in milliseconds.
+        # Epochs differ by a batch or two, so all earlier epochs must be planned to count their steps; each takes milliseconds.
         while self._starts[-1] <= step:
             self._starts.append(self._starts[-1] + len(self._plan(len(self._starts) - 1)))
         return bisect_right(self._starts, step) - 1
@@ -107,9 +107,9 @@ class TokenOrder:
 
 
 class PackedOrder(TokenOrder):
-    """Batches of any rows, in a new order every epoch, for rows that are packed and need no neighbours of like length.
+    """Batches of rows of any lengths, shuffled anew in every epoch, for rows that are packed without padding.
 
-    A batch has at most `rooms` tokens in each column, nothing padded, and at most `max_rows` rows.
+    A batch has at most `rooms` tokens in each column and at most `max_rows` rows.
     """
 
     def __init__(
@@ -136,14 +136,14 @@ class PackedOrder(TokenOrder):
 
 
 def in_order(lengths: Sequence[NDArray[np.int64]], budget: int, max_rows: int | None = None) -> list[Rows]:
-    """All rows once, about from short to long, under the same budget: batches for an evaluation."""
+    """All rows once, roughly from short to long, within the same budget: batches for an evaluation."""
     return _cut(_sort(lengths, budget), _longest(lengths, budget), budget, max_rows)
 
 
 def padding_waste(lengths: Sequence[NDArray[np.int64]], batches: Sequence[Rows]) -> float:
-    """The share of padding in all that the batches hold, all columns together."""
-    held = sum(len(rows) * int(column[rows].max()) for rows in batches for column in lengths)
-    return 1 - sum(int(column[rows].sum()) for rows in batches for column in lengths) / held
+    """The share of padding in the batches, over all columns."""
+    total = sum(len(rows) * int(column[rows].max()) for rows in batches for column in lengths)
+    return 1 - sum(int(column[rows].sum()) for rows in batches for column in lengths) / total
 
 
 def _longest(lengths: Sequence[NDArray[np.int64]], budget: int) -> NDArray[np.int64]:
@@ -160,8 +160,11 @@ def _longest(lengths: Sequence[NDArray[np.int64]], budget: int) -> NDArray[np.in
 
 
 def _sort(lengths: Sequence[NDArray[np.int64]], budget: int, random: np.random.Generator | None = None) -> Rows:
-    """Rows so that neighbours are alike in every column: strips of like lengths in the first; within a strip by the second,
-    up and down in turn. Twice as many strips as batches in one were best on Multi30k, or within 0.2 points of it."""
+    """The rows, sorted so that neighbours have similar lengths in every column.
+
+    The rows are split into strips by the length of the first column. Within a strip they are sorted by the other columns, rising
+    and falling in turn. The number of strips is the one that was best on Multi30k, or within 0.2 points of padding of the best.
+    """
     keys = lengths if random is None else [c * random.uniform(1 - _NOISE, 1 + _NOISE, len(c)) for c in lengths]
     order = np.argsort(keys[0], kind="stable")
     if len(keys) == 1:
@@ -174,7 +177,7 @@ def _sort(lengths: Sequence[NDArray[np.int64]], budget: int, random: np.random.G
 
 
 def _cut(order: Rows, longest: NDArray[np.int64], budget: int, max_rows: int | None) -> list[Rows]:
-    """The order cut into batches, each as large as the budget allows."""
+    """The order, cut into batches that are as large as the budget allows."""
     batches: list[Rows] = []
     start, ahead = 0, 64
     while start < len(order):

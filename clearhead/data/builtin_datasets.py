@@ -1,4 +1,4 @@
-"""Data that is always there, for a first model without a download: Python's own source, and scikit-learn's digits."""
+"""Datasets that need no download, for a first model: Python's own source, and scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from clearhead.errors import InputError, MissingExtraError
 
-# Beside the library proper: tests, an editor, demos, tables of numbers, installed packages, and what some installations lack.
+# Left out: tests, an editor, demos, tables of numbers, installed packages, and modules that some installations lack.
 _NOT_LIBRARY = {
     "test", "tests", "idlelib", "turtledemo", "lib2to3", "pydoc_data", "encodings", "ensurepip", "site-packages",
     "dist-packages", "lib-dynload", "__pycache__", "__phello__", "tkinter", "distutils",
@@ -19,7 +19,7 @@ _NOT_LIBRARY = {
 
 
 def standard_library() -> list[Path]:
-    """The .py files of this Python's standard library, sorted. Other versions of Python give another corpus."""
+    """The .py files of this Python's standard library, sorted. Each version of Python gives another corpus."""
     root = Path(sysconfig.get_path("stdlib"))
     names = (path.relative_to(root) for path in root.rglob("*.py"))
     # _sysconfigdata... describes the machine that Python was built on.
@@ -32,23 +32,23 @@ def standard_library() -> list[Path]:
 
 
 def digits() -> tuple[UInt8[Tensor, "n 1 8 8"], Int[Tensor, " n"]]:
-    """1,797 handwritten digits, 8 by 8, from 0 (paper) to 255 (ink), and which digit each one is."""
+    """1,797 images of handwritten digits, 8 by 8, from 0 (paper) to 255 (ink), and the digit that each one shows."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
         raise MissingExtraError(
             "the digits are scikit-learn's, which is missing; pip install 'clearhead[demo]'"
         ) from None
-    pictures, labels = load_digits(return_X_y=True)
-    inked = torch.from_numpy(pictures).mul(255 / 16).round().to(torch.uint8)  # they come as counts, 0 to 16
-    return inked.view(-1, 1, 8, 8), torch.from_numpy(labels).long()
+    counts, labels = load_digits(return_X_y=True)  # counts of ink, 0 to 16
+    images = torch.from_numpy(counts).mul(255 / 16).round().to(torch.uint8)
+    return images.view(-1, 1, 8, 8), torch.from_numpy(labels).long()
 
 
 def held_out_fifth(labels: Int[Tensor, " n"]) -> Bool[Tensor, " n"]:
-    """True for every fifth picture of each class, in the order they come: always the same ones, evenly over the classes.
+    """True for every fifth image of each class, in the order of the dataset: always the same, and evenly over the classes.
 
-    The digits come writer by writer, so that nearly every writer has some on either side: it is new pictures that are
-    held out, not new hands.
+    The digits are ordered by writer, so nearly every writer has images on both sides: the held-out images are new, the
+    writers are not.
     """
     held_out = torch.zeros_like(labels, dtype=torch.bool)
     for label in labels.unique():

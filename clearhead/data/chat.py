@@ -1,4 +1,4 @@
-"""Chat templates. A template comes with a checkpoint, so it is a stranger's program: it runs in Jinja's sandbox."""
+"""Chat templates. A template comes with a checkpoint, so it is untrusted code: it runs in Jinja's sandbox."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from clearhead.errors import InputError, MissingExtraError
 
 
 def render_chat(template: str | None, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-    """The prompt that `template` makes of `messages`, each a mapping with at least "role" and "content"."""
+    """The prompt that `template` makes of `messages`. Each message is a mapping with at least "role" and "content"."""
     if template is None:
         raise InputError(
             f"this tokenizer has no chat template, so {len(messages)} messages cannot become a prompt; "
@@ -28,8 +28,8 @@ def render_chat(template: str | None, messages: Sequence[Mapping[str, Any]], var
     except ImportError as error:
         raise MissingExtraError("chat templates need jinja2, which is missing; pip install clearhead[chat]") from error
 
-    # Attributes that start with an underscore, str.format tricks and changes to `messages` are refused by the
-    # sandbox. Time and memory are not bounded: a template can still waste both.
+    # The sandbox refuses attributes that start with an underscore, tricks with str.format, and changes to `messages`.
+    # It does not limit time and memory: a template can still waste both.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -39,7 +39,7 @@ def render_chat(template: str | None, messages: Sequence[Mapping[str, Any]], var
         return environment.from_string(template).render(messages=messages, **helpers, **variables)
     except InputError:
         raise
-    except Exception as error:  # a template can raise anything that an expression can
+    except Exception as error:  # an expression in a template can raise any error
         raise InputError(
             f"the chat template failed on these {len(messages)} messages: {type(error).__name__}: {error}; "
             "check the order of their roles, or correct the template"

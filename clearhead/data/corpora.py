@@ -1,7 +1,7 @@
-"""Corpora, read as streams: documents for language models, pairs, labelled texts, folders of pictures.
+"""Corpora, read as streams: documents for language models, pairs, labelled texts, folders of images.
 
-No more than one line, row or piece of a document is held at a time. What can not be used is judged by a `Policy` and counted
-in `Findings`; nothing is left out in silence.
+No more than one line, row or part of a document is in memory at a time. A `Policy` says what happens to data that can not be
+used, and `Findings` counts it; nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from clearhead.errors import InputError, did_you_mean
 Documents = Literal["file", "line", "paragraph"]
 Names = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-PIECE = 2**16  # characters of a document handed on at once; several such are tokenised side by side
-_TEXT = {".txt", ".text", ".md", ".jsonl", ".csv", ".tsv", ".parquet"}  # what a folder is searched for
-_PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+MAX_PART = 2**16  # characters of a document in one part; several parts are tokenised in parallel
+_TEXT = {".txt", ".text", ".md", ".jsonl", ".csv", ".tsv", ".parquet"}  # the files that a folder is searched for
+_IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 
 
 class DocumentPart(NamedTuple):
-    """A document, or a part of one: `ends` is True on its last."""
+    """A document or a part of one; `ends` is True for the last part."""
 
     text: str
     ends: bool
 
 
 def expand_files(patterns: Names) -> list[Path]:
-    """The files that names, globs ("data/**/*.txt") and folders stand for, in the order given, each argument's sorted.
+    """The files that names, globs ("data/**/*.txt") and folders stand for, in the order given; those of each are sorted.
 
-    A folder stands for the text and table files below it; one that `datasets` saved, and "hf:NAME", for itself.
+    A folder stands for the text and table files below it. A folder that `datasets` saved, and "hf:NAME", stay as they are.
     """
     found: list[Path] = []
     for pattern in [patterns] if isinstance(patterns, str | os.PathLike) else patterns:
@@ -78,71 +78,72 @@ def read_texts(
     policy: Policy | None = None,
     findings: Findings | None = None,
 ) -> Iterator[DocumentPart]:
-    """Documents for a language model, in pieces of about 64,000 characters, cut at line ends where there are any.
+    """Documents for a language model, in parts of about 64,000 characters, split at line ends where there are any.
 
-    In text files `documents` says what one document is: the file, each line, or each paragraph (blank lines lie between). In
-    tables each row is one.
+    In text files `documents` says what a document is: the file, each line, or each paragraph (separated by blank lines). In
+    tables each row is a document.
     """
     text_filter = TextFilter(policy, findings)
     for path in expand_files(files):
         if find_kind(path) == "text":
-            pieces = _join(_split_text(path, documents, text_filter))
+            parts = _join(_split_text(path, documents, text_filter))
         else:
-            pieces = _join(_split_rows(_read_table([path], (column,), text_filter)))
-        first = next(pieces, None)
+            parts = _join(_split_rows(_read_table([path], (column,), text_filter)))
+        first = next(parts, None)
         text_filter.findings.read["files"] += 1
         if first is None or (first.ends and not first.text.strip()):
             kept = text_filter.keep_empty("files", path)
             if first is None or not kept:
                 continue
         yield first
-        yield from pieces
+        yield from parts
 
 
 def _split_text(path: Path, documents: Documents, text_filter: TextFilter) -> Iterator[str | None]:
     """Lines, or parts of long ones; None where a document ends."""
-    number, starts, under_way = 0, True, False
-    for line in read_lines(path, text_filter.findings, PIECE):
-        number += starts
-        text_filter.findings.read["lines"] += starts
-        starts = line.endswith("\n")
+    number, at_line_start, in_document = 0, True, False
+    for line in read_lines(path, text_filter.findings, MAX_PART):
+        number += at_line_start
+        text_filter.findings.read["lines"] += at_line_start
+        at_line_start = line.endswith("\n")
         text = text_filter.repair(line, "lines", path, number)
         if text is None or (documents == "paragraph" and not text.strip()):
-            if under_way and starts and documents != "file":
+            if in_document and at_line_start and documents != "file":
                 yield None
-                under_way = False
+                in_document = False
             continue
-        begins = documents == "line" and not under_way
+        begins = documents == "line" and not in_document
         if begins and not text.strip() and not text_filter.keep_empty("lines", path, number):
             continue
-        under_way = True
+        in_document = True
         yield text.removesuffix("\n") if documents == "line" else text
-        if documents == "line" and starts:
+        if documents == "line" and at_line_start:
             yield None
-            under_way = False
-    if under_way or documents == "file":
+            in_document = False
+    if in_document or documents == "file":
         yield None
 
 
 def _split_rows(rows: Iterable[TextRow]) -> Iterator[str | None]:
+    """Parts of each row's text; None where a row ends."""
     for row in rows:
         text = io.StringIO(row.values[0], newline="\n")
-        while part := text.readline(PIECE):
+        while part := text.readline(MAX_PART):
             yield part
         yield None
 
 
-def _join(parts: Iterable[str | None]) -> Iterator[DocumentPart]:
-    """Parts put together until they make a piece."""
-    held: list[str] = []
+def _join(lines: Iterable[str | None]) -> Iterator[DocumentPart]:
+    """Lines joined until they make a part; None ends a document."""
+    buffer: list[str] = []
     size = 0
-    for part in parts:
-        if part is None or (held and size + len(part) > PIECE):
-            yield DocumentPart("".join(held), part is None)
-            held, size = [], 0
-        if part is not None:
-            held.append(part)
-            size += len(part)
+    for line in lines:
+        if line is None or (buffer and size + len(line) > MAX_PART):
+            yield DocumentPart("".join(buffer), line is None)
+            buffer, size = [], 0
+        if line is not None:
+            buffer.append(line)
+            size += len(line)
 
 
 def read_pairs(
@@ -173,7 +174,7 @@ def read_labelled(
 def read_pair_rows(
     source_files: Names, target_files: Names, columns: tuple[str, str], text_filter: TextFilter
 ) -> Iterator[TextRow]:
-    """`read_pairs`, with the places."""
+    """`read_pairs`, with the file and line of each row."""
     sources = expand_files(source_files)
     if not target_files:
         yield from _read_table(sources, columns, text_filter)
@@ -184,41 +185,42 @@ def read_pair_rows(
             f"{len(sources)} source files and {len(targets)} target files make no pairs; give as many of each"
         )
     for source, target in zip(sources, targets, strict=True):
-        yield from _read_in_step(source, target, text_filter)
+        yield from _read_parallel(source, target, text_filter)
 
 
 def read_labelled_rows(files: Names, columns: tuple[str, str], text_filter: TextFilter) -> Iterator[TextRow]:
-    """`read_labelled`, with the places."""
+    """`read_labelled`, with the file and line of each row."""
     return _read_table(expand_files(files), columns, text_filter)
 
 
-def _read_in_step(source: Path, target: Path, text_filter: TextFilter) -> Iterator[TextRow]:
+def _read_parallel(source: Path, target: Path, text_filter: TextFilter) -> Iterator[TextRow]:
+    """Line n of one file with line n of the other."""
     for path in (source, target):
         if find_kind(path) != "text":
             raise InputError(
                 f"{path} is a table, but two files are paired line by line; give one table with two columns"
             )
-    alone, number, longer = 0, 0, source
+    unpaired, number, longer = 0, 0, source
     for number, (first, second) in enumerate(
         zip_longest(read_lines(source, text_filter.findings), read_lines(target, text_filter.findings)), 1
     ):
         text_filter.findings.read["pairs"] += 1
         if first is None or second is None:
-            alone, longer = alone + 1, target if first is None else source
+            unpaired, longer = unpaired + 1, target if first is None else source
             continue
         values = first.removesuffix("\n"), second.removesuffix("\n")
         row = text_filter.apply(values, "pairs", (source, target), number)
         if row is not None:
             yield row
-    if alone and text_filter.policy.unequal == "error":
-        counts = (number, number - alone) if longer is source else (number - alone, number)
+    if unpaired and text_filter.policy.unequal == "error":
+        counts = (number, number - unpaired) if longer is source else (number - unpaired, number)
         raise InputError(
             f"{source} has {counts[0]:,} lines and {target} has {counts[1]:,}, so they do not pair line by line; "
             'align them, or choose unequal="cut" to stop at the end of the shorter'
         )
-    if alone:
+    if unpaired:
         text_filter.findings.note(
-            "pairs", "dropped: the other file has ended", f"{longer.name}:{number - alone + 1}", alone
+            "pairs", "dropped: the other file has ended", f"{longer.name}:{number - unpaired + 1}", unpaired
         )
 
 
@@ -232,24 +234,24 @@ def _read_table(files: Sequence[Path], columns: Sequence[str], text_filter: Text
 
 
 def find_images(folder: str | os.PathLike[str], findings: Findings | None = None) -> list[tuple[Path, str]]:
-    """Pictures and their labels: one folder for each class, named as the class is, in alphabetical order."""
+    """Image files and their labels. There is a folder for each class, with the class's name; sorted by name."""
     findings, root = Findings() if findings is None else findings, Path(folder)
     classes = sorted(each for each in root.glob("*") if each.is_dir() and not each.name.startswith("."))
     if len(classes) < 2:
         raise InputError(
             f"{root} holds {len(classes)} folders, but pictures lie in one folder for each class, at least 2"
         )
-    pictures: list[tuple[Path, str]] = []
+    images: list[tuple[Path, str]] = []
     for each in classes:
         files = sorted(file for file in each.rglob("*") if file.is_file() and not file.name.startswith("."))
-        found = [(file, each.name) for file in files if file.suffix.lower() in _PICTURES]
+        found = [(file, each.name) for file in files if file.suffix.lower() in _IMAGES]
         findings.read["files"] += len(files)
         for file in files:
-            if file.suffix.lower() not in _PICTURES:
+            if file.suffix.lower() not in _IMAGES:
                 findings.note("files", "left out: no picture by their name", f"{each.name}/{file.name}")
         if not found:
             raise InputError(
-                f"the class folder {each} holds no picture; add some ({', '.join(sorted(_PICTURES))}), or remove it"
+                f"the class folder {each} holds no picture; add some ({', '.join(sorted(_IMAGES))}), or remove it"
             )
-        pictures += found
-    return pictures
+        images += found
+    return images

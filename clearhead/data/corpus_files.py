@@ -1,7 +1,7 @@
-"""What one corpus file holds, by its suffix: lines of text, or the rows of a table. Nothing is judged here, only read.
+"""One file of a corpus, by its suffix: lines of text, or the rows of a table. Nothing is filtered here.
 
-Bytes that are no UTF-8 come out as lone surrogates (Python's "surrogateescape"), which valid UTF-8 can not hold: whoever
-judges a text finds them with its file, line and byte still known.
+Bytes that are not UTF-8 are read as lone surrogates (Python's "surrogateescape"), which valid UTF-8 can not contain. The filter
+finds them there, when file, line and byte are still known.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from typing import Any
 from clearhead.data.filters import Findings
 from clearhead.errors import InputError, MissingExtraError, did_you_mean
 
-Rows = Iterator[tuple[int, list[str]]]  # the number of the line or row, counted from 1, and the columns asked for
+Rows = Iterator[tuple[int, list[str]]]  # the number of the line or row, counted from 1, and the chosen columns
 _MAX_FIELD = 2**26  # characters: where a quote is never closed, the rest of the file would be one field
 
 
 def read_lines(path: Path, findings: Findings, limit: int = -1) -> Iterator[str]:
-    """Lines with their "\\n", the only thing that ends one; CRLF becomes LF, and a byte order mark is left out.
+    """Lines with their "\\n", the only character that ends a line. CRLF becomes LF; a byte order mark is skipped.
 
-    A line of more than `limit` characters comes in parts: what does not end in "\\n" goes on, or is the file's last.
+    A line of more than `limit` characters comes in parts. A part that does not end in "\\n" is continued, or is the file's last.
     """
     try:
         with path.open("rb") as raw:
             file = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
             text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="\n")
-            told = 0
+            reported = 0
             for count in itertools.count(1):
                 line = text.readline(limit)
                 if line.endswith("\r") and len(line) == limit:  # its "\n" may be the next character
                     line += text.readline(1)
-                if count % 256 == 0 or not line:  # asking for each line would cost more than reading it
-                    findings.done += raw.tell() - told
-                    told = raw.tell()
+                if count % 256 == 0 or not line:  # for each line, tell() would take longer than reading it
+                    findings.done += raw.tell() - reported
+                    reported = raw.tell()
                 if not line:
                     return
                 yield line[:-2] + "\n" if line.endswith("\r\n") else line
@@ -48,7 +48,7 @@ def read_lines(path: Path, findings: Findings, limit: int = -1) -> Iterator[str]
 
 
 def find_kind(path: Path) -> str:
-    """What a file holds, by its name: "text", or a table, "jsonl", "csv", "tsv", "parquet" or "dataset"."""
+    """The kind of a file, by its name: "text", or one of the tables "jsonl", "csv", "tsv", "parquet" and "dataset"."""
     if str(path).startswith("hf:") or path.is_dir():
         return "dataset"
     suffix = (path.with_suffix("") if path.suffix == ".gz" else path).suffix[1:].lower()
@@ -87,7 +87,7 @@ def _read_tsv(path: Path, columns: Sequence[str], findings: Findings) -> Rows:
 
 def _read_csv(path: Path, columns: Sequence[str], findings: Findings) -> Rows:
     def rows() -> Rows:
-        csv.field_size_limit(_MAX_FIELD)  # csv has one limit for all its readers, 131,072 at first
+        csv.field_size_limit(_MAX_FIELD)  # csv has one limit for all its readers; the default is 131,072
         reader, number = csv.reader(read_lines(path, findings), strict=True), 1
         try:
             for row in reader:
@@ -100,7 +100,7 @@ def _read_csv(path: Path, columns: Sequence[str], findings: Findings) -> Rows:
 
 
 def _pick(rows: Rows, columns: Sequence[str], path: Path) -> Rows:
-    """The wanted columns, by a header where the first row is one; without one, all columns in their order."""
+    """The wanted columns, by name if the first row is a header; without a header, all columns in their order."""
     first = next(rows, None)
     if first is None:
         return
@@ -137,7 +137,7 @@ def _read_parquet(path: Path, columns: Sequence[str], findings: Findings) -> Row
 
 
 def _read_dataset(path: Path, columns: Sequence[str], findings: Findings) -> Rows:
-    """A folder that `save_to_disk` wrote, or hf:NAME or hf:NAME:SPLIT from the hub ("train" where none is said)."""
+    """A folder that `save_to_disk` wrote, or hf:NAME or hf:NAME:SPLIT from the hub (the default split is "train")."""
     try:
         import datasets
     except ImportError:
@@ -149,7 +149,7 @@ def _read_dataset(path: Path, columns: Sequence[str], findings: Findings) -> Row
             data: Any = datasets.load_dataset(place, split=split or "train")
         else:
             data = datasets.load_from_disk(name)
-    except Exception as error:  # the network, the hub, the disk and a stranger's loading script can all fail
+    except Exception as error:  # the network, the hub, the disk and the dataset's own script can all fail
         raise InputError(f"the dataset {name} can not be loaded ({error!r:.200}); check its name or folder") from None
     if isinstance(data, dict):
         raise InputError(

@@ -1,7 +1,7 @@
-"""Dates as people write them in 33 languages, each with its ISO form: the data of the demo, made from Babel's locale data.
+"""Dates as people write them in 33 languages, each with its ISO form: the demo's data, made from Babel's locale data.
 
-No text means two dates. "3/4/1987" is March in one country and April in the next, and "listopada" is October in Croatian
-and November in Polish; a form that two of the languages would read differently is never written (see `_agreed`).
+Every text has one meaning. "3/4/1987" is March in one country and April in another, and "listopada" is October in Croatian
+and November in Polish; a form that two of the languages read differently is never used (see `_unambiguous`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Split = Literal["all", "train", "held_out"]
 
 # Besides "short" to "full", the forms that CLDR names by their fields.
 _SKELETONS = ("yMd", "yMEd", "yMMMd", "yMMMEd", "yMMMMd")
-# Forms that people write and CLDR does not list, in its pattern letters; here `o` is the day as it is spoken: 3rd, 1er, il 3.
+# Forms that people write and CLDR does not list, in CLDR's pattern letters; `o` is the day as it is spoken: 3rd, 1er, il 3.
 _CASUAL = {
     "en": ("d MMMM y", "d MMM y", "MMMM o, y", "'on' MMMM o, y", "'the' o 'of' MMMM y", "'on' EEEE, MMMM d, y"),
     "de": ("'am' d. MMMM y", "'den' d. MMMM y", "EEEE, 'den' d. MMMM y"),
@@ -52,7 +52,7 @@ class DatePair(NamedTuple):
 
 
 class _Locale(NamedTuple):
-    """What one locale writes: for each month the usual and the casual forms, and for each weekday its names."""
+    """The forms of one locale: usual and casual ones for each month, and the names of each weekday."""
 
     usual: dict[int, tuple[str, ...]]
     casual: dict[int, tuple[str, ...]]
@@ -62,10 +62,10 @@ class _Locale(NamedTuple):
 def make_dates(
     n: int, seed: int, *, locales: Sequence[str] = LOCALES, split: Split = "all", casual: float = 0.25
 ) -> list[DatePair]:
-    """`n` dates from 1900 to 2099, the locales in turn, the same for the same arguments and version of Babel.
+    """`n` dates from 1900 to 2099, the locales in turn. Equal arguments and versions of Babel give equal dates.
 
-    `casual` is the share that leaves CLDR's forms: articles and ordinals, punctuation left out; independently, the same
-    share is written in lower case. `split` takes only dates that are, or are not, held out (see `is_held_out`).
+    `casual` is the share of dates in forms that CLDR does not have: with articles and ordinals, or without punctuation;
+    independently, the same share is in lower case. `split` selects dates that are, or are not, held out (see `is_held_out`).
     """
     if n < 0 or not 0 <= casual <= 1:
         raise InputError(f"n={n} dates with casual={casual} can not be made; give n >= 0 and casual from 0 to 1")
@@ -94,16 +94,16 @@ def make_dates(
 def split_dates(
     seed: int, n_train: int = 128_000, n_held_out: int = 2_000, **options: Any
 ) -> tuple[list[DatePair], list[DatePair]]:
-    """Pairs to train on and pairs to test with, without a day in common; `options` are those of `make_dates`.
+    """Pairs for training and pairs for testing, with no day in common; `options` are those of `make_dates`.
 
-    The second list does not depend on `seed`: every model, and every other program, reads the same strings.
+    The second list does not depend on `seed`: all models and programs are tested on the same strings.
     """
     train = make_dates(n_train, seed, split="train", **options)
     return train, make_dates(n_held_out, 0, split="held_out", **options)
 
 
 def is_held_out(day: date) -> bool:
-    """Whether a day, in whatever language, is kept from training: one in ten, by its hash."""
+    """Whether a day is never trained on, in any language: one in ten, chosen by its hash."""
     return hashlib.sha256(day.isoformat().encode()).digest()[0] % 10 == 0
 
 
@@ -130,15 +130,15 @@ def _spoken(day: int, locale: str) -> str:
 
 @cache
 def _load_locales() -> dict[str, _Locale]:
-    """Every locale's forms. All are read even where few are asked for: whether a form is clear depends on the others."""
+    """The forms of all locales. All are read even if few are needed: whether a form is ambiguous depends on the others."""
     try:
         from babel import Locale
     except ImportError:
         raise MissingExtraError("the dates are Babel's, which is missing; pip install 'clearhead[demo]'") from None
     found: dict[str, Any] = {name: Locale.parse(name) for name in LOCALES}
     months = range(1, 13)
-    usual = _agreed({(name, m): _usual_forms(found[name], m) for name in LOCALES for m in months}, {})
-    casual = _agreed({(name, m): _casual_forms(found[name], m, usual[name, m]) for name, m in usual}, usual)
+    usual = _unambiguous({(name, m): _usual_forms(found[name], m) for name in LOCALES for m in months}, {})
+    casual = _unambiguous({(name, m): _casual_forms(found[name], m, usual[name, m]) for name, m in usual}, usual)
     known: dict[str, _Locale] = {}
     for name, locale in found.items():
         short, wide = (locale.days["format"][width] for width in ("abbreviated", "wide"))
@@ -155,20 +155,20 @@ def _usual_forms(locale: Any, month: int) -> tuple[str, ...]:
 
 def _casual_forms(locale: Any, month: int, usual: Iterable[str]) -> tuple[str, ...]:
     forms = [_form(pattern, locale, month) for pattern in _CASUAL.get(str(locale), ())]
-    # Without a name for the month, the punctuation is all that parts the numbers.
+    # Where the month is a number, the punctuation must stay: it separates the numbers.
     forms += [re.sub(r"[.,]", "", form) for form in usual if "{M" not in form and re.search("[.,]", form)]
     return tuple(dict.fromkeys(forms))
 
 
 def _form(pattern: str, locale: Any, month: int) -> str:
-    """A CLDR pattern as a format string, the month's name filled in. Two-digit years become four: 87 may be 1887."""
+    """A CLDR pattern as a format string with the month's name. Years get four digits: 87 could be 1887."""
 
     def translate(token: re.Match[str]) -> str:
         field = token["field"]
         if not field:
             return token["quoted"] or token["literal"] or ""
-        # Names that a locale takes over from others (c, a weekday by itself; Korean's short months) are those of whatever
-        # locale was read before, in Babel 2.18. So they are not asked for.
+        # In Babel 2.18, names that a locale inherits (c, a weekday by itself; Korean's short months) depend on which locale
+        # was read before. They are not used.
         if len(field) > 2 and field[0] == "M":
             return locale.months["format"]["abbreviated" if len(field) == 3 and str(locale) != "ko" else "wide"][month]
         if field[0] in "Ec":
@@ -182,11 +182,11 @@ def _form(pattern: str, locale: Any, month: int) -> str:
 _Forms = dict[tuple[str, int], tuple[str, ...]]
 
 
-def _agreed(forms: _Forms, settled: _Forms) -> _Forms:
-    """Those forms that all locales read alike, together with the forms that are settled already.
+def _unambiguous(forms: _Forms, settled: _Forms) -> _Forms:
+    """The forms that all locales read alike, among these and the forms in `settled`.
 
-    Compared are the texts in lower case, without their weekdays, each number of a day or month as "#". Where two are the
-    same they must name the same month or, where the month is a number, have their numbers in the same order.
+    Forms are compared in lower case, without weekdays, with "#" for each number of a day or month. Two equal ones must mean
+    the same month or, where the month is a number, have their numbers in the same order.
     """
     readings: defaultdict[str, set[str]] = defaultdict(set)
     for (_, month), some in [*forms.items(), *settled.items()]:

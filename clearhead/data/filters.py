@@ -1,4 +1,4 @@
-"""What a corpus may hold that no model can learn from, what to do about it, and the record of what was met."""
+"""Unusable data in a corpus: the user's policy, the filter that applies it, and the record of what was found."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from clearhead.errors import ConfigError, InputError, did_you_mean
 
-_SURROGATES = re.compile("[\ud800-\udfff]")  # what formats.py makes of bytes that are no UTF-8
-_SHOWN = 3  # places named for each kind of finding
+_SURROGATES = re.compile("[\ud800-\udfff]")  # corpus_files.py reads bytes that are not UTF-8 as these
+_SHOWN = 3  # places listed for each kind of finding
 _CHOICES = {
     "bad_bytes": ("error", "replace", "drop"),
     "empty": ("drop", "error", "keep"),
@@ -24,12 +24,12 @@ _CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What to do with each kind of finding. "error" stops at the first; everything else is counted in `Findings`."""
+    """What to do with unusable data. "error" stops at the first one; other choices are counted in `Findings`."""
 
-    bad_bytes: str = "error"  # bytes that are no UTF-8; pictures that can not be read
-    empty: str = "drop"  # lines, rows and files of nothing but space
-    too_long: str = "error"  # more tokens than the model takes; "cut" keeps the first
-    unequal: str = "error"  # line counts of source and target; "cut" stops at the end of the shorter
+    bad_bytes: str = "error"  # bytes that are not UTF-8; images that can not be read
+    empty: str = "drop"  # lines, rows and files without text
+    too_long: str = "error"  # more tokens than the model takes; "cut" keeps the first ones
+    unequal: str = "error"  # source and target with different numbers of lines; "cut" stops at the end of the shorter
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
@@ -40,22 +40,22 @@ class Policy:
 
 @dataclass
 class Findings:
-    """How much was read, and how much of it was dropped, replaced or cut, by reason, with the first few places."""
+    """How much was read, and how much of it was dropped, repaired or cut: counts by reason, with the first few places."""
 
     read: Counter[str] = field(default_factory=Counter)  # by unit: "lines", "rows", "pairs", "files" ...
-    counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # by unit and what happened
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # by unit and reason
     places: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     done: int = 0  # bytes of the files read so far, for a progress bar
 
     def note(self, unit: str, what: str, place: str, count: int = 1) -> None:
-        """Records that `what`, such as "dropped: empty", happened to one `unit` at `place`."""
+        """Record that `what`, such as "dropped: empty", happened to a `unit`, such as "lines", at `place`."""
         self.counts[unit, what] += count
         places = self.places.setdefault((unit, what), [])
         if len(places) < _SHOWN:
             places.append(place)
 
     def lines(self) -> list[str]:
-        """One sentence for each kind of finding: "3 of 29,000 pairs dropped: empty (train.en:17, train.de:203, ...)"."""
+        """A sentence for each kind of finding: "3 of 29,000 pairs dropped: empty (train.en:17, train.de:203, ...)"."""
         sentences: list[str] = []
         for (unit, what), count in self.counts.items():
             places = self.places[unit, what]
@@ -65,7 +65,7 @@ class Findings:
 
 
 class TextRow(NamedTuple):
-    """The columns of one row, the file that each is from, and the line."""
+    """The columns of one row, the file of each column, and the row's number."""
 
     values: tuple[str, ...]
     paths: Sequence[Path]
@@ -76,14 +76,14 @@ class TextRow(NamedTuple):
 
 
 class TextFilter:
-    """Applies a policy, and writes down what it did. A place is a file, and a line or row of it."""
+    """Applies a policy to texts, and records in `findings` what it did."""
 
     def __init__(self, policy: Policy | None = None, findings: Findings | None = None) -> None:
         self.policy = Policy() if policy is None else policy
         self.findings = Findings() if findings is None else findings
 
     def apply(self, values: Sequence[str], unit: str, paths: Sequence[Path], number: int) -> TextRow | None:
-        """A row as it may be used, or None where it is dropped."""
+        """The row, repaired where needed, or None if it is dropped."""
         kept: list[str] = []
         for value, path in zip(values, paths, strict=True):
             text = self.repair(value, unit, path, number)
@@ -93,7 +93,7 @@ class TextFilter:
         return TextRow(tuple(kept), paths, number)
 
     def repair(self, text: str, unit: str, path: Path, number: int) -> str | None:
-        """The text without what is no Unicode, or None where it is dropped."""
+        """The text with bytes that are not UTF-8 replaced, or None if it is dropped."""
         wrong = _SURROGATES.search(text)
         if wrong is None:
             return text
@@ -110,7 +110,7 @@ class TextFilter:
         return None if drops else _SURROGATES.sub("\ufffd", text)
 
     def keep_empty(self, unit: str, path: Path, number: int | None = None) -> bool:
-        """Whether what is empty may stay."""
+        """Whether an empty text is kept."""
         place = "" if number is None else f":{number}"
         if self.policy.empty == "error":
             raise InputError(f'{path}{place} is empty; remove it, or choose empty="drop" or "keep"')
@@ -119,7 +119,7 @@ class TextFilter:
         return self.policy.empty == "keep"
 
     def keep_long(self, unit: str, place: str, length: int, limit: int, name: str) -> bool:
-        """Whether what has more tokens than `limit`, the field `name` of the model, may stay, cut."""
+        """Whether a text with more tokens than `limit`, the model's field `name`, is cut (and not dropped)."""
         policy = self.policy.too_long
         if policy == "error":
             raise InputError(

@@ -1,7 +1,7 @@
 """The tokenizer inside a .gguf file.
 
-The metadata is read here, not through the `gguf` package: its reader steps through an array as long as the file
-claims, past the end of the file too, so that one wrong length hangs it and fills the memory.
+The metadata is read here, not by the `gguf` package: its reader trusts every length in the file, so that a wrong one makes it
+hang or fill the memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from clearhead.errors import did_you_mean
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-# Metadata comes first, and 262,144 tokens with their merges are 20 MB of it. The weights behind it are not looked at.
+# The metadata comes first; a tokenizer of 262,144 tokens with merges takes 20 MB. The weights after it are not read.
 _MAX_METADATA = 64 * 2**20
 _ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "mask": "mask"}
 
@@ -38,7 +38,7 @@ def read_gguf(path: Path) -> Tokenizer:
         roles = {role: int(id) for role, id in ids.items() if id is not None and core.id_to_token(int(id)) is not None}
         names = {role: core.id_to_token(id) for role, id in roles.items()}
         parts.add_special(core, names.values())
-        # What llama.cpp does where the file is silent.
+        # llama.cpp's defaults for fields that the file does not have.
         starts = kind == "llama" or meta.get("tokenizer.ggml.pre") == "llama-bpe"
         use_bos = meta.get("tokenizer.ggml.add_bos_token", starts)
         use_eos = meta.get("tokenizer.ggml.add_eos_token", False)
@@ -67,7 +67,7 @@ def _sentencepiece(meta: dict[str, Any]) -> Any:
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """All key-value pairs: numbers, strings, lists of strings, tuples of numbers. Never reads beyond the file."""
+    """All key-value pairs: numbers, strings, lists of strings, tuples of numbers. Never reads past the end of the file."""
     with path.open("rb") as file:
         size = min(path.stat().st_size, _MAX_METADATA)
         with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
@@ -76,7 +76,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
                 raise ValueError(f"it starts with {magic!r}, version {version}; GGUF versions 2 and 3 are read")
             meta: dict[str, Any] = {}
             at = 24
-            # A lying count ends at the end of the file, in an error of unpack_from.
+            # A count that is too high ends in an error of unpack_from, at the end of the file.
             for _ in range(count):
                 key, at = _value(data, at, _STRING)
                 (kind,) = struct.unpack_from("<I", data, at)

@@ -1,4 +1,4 @@
-"""From pictures to a store: each is read and resized once."""
+"""From image files to a store: each is read and resized once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxtyping import UInt8
 
 from clearhead.data.filters import Findings, Policy
 from clearhead.data.images import ImagePreprocessing, read_image
-from clearhead.data.preparation import AT_ONCE, Folder, Labels, Preparation, Progress, in_batches
+from clearhead.data.preparation import BATCH, Folder, Labels, Preparation, Progress, in_batches
 from clearhead.data.token_store import Store, StoreWriter
 from clearhead.errors import InputError
 
@@ -28,21 +28,21 @@ def prepare_images(
     findings: Findings | None = None,
     progress: Progress | None = None,
 ) -> Store:
-    """Pictures with one label each (see `find_images`): columns "picture", uint8 of (C, H, W), and "label".
+    """Images with one label each (see `find_images`): columns "picture", uint8 of (C, H, W), and "label".
 
-    Each is resized until its shorter side is `image_size`, and the middle is cut out. `findings` are those of the search, to
-    be told with the store's own.
+    Each is resized so that its shorter side is `image_size`, and cropped to the middle. `findings` are those of `find_images`;
+    the store's own are added to them.
     """
     options = ["pictures", image_size, n_channels, labels, [label for _, label in pictures]]
     preparation = Preparation(folder, [path for path, _ in pictures], policy, progress, options, findings=findings)
     if preparation.is_done():
         return Store(folder)
-    prepare = ImagePreprocessing(size=image_size, crop=(image_size, image_size))
+    preprocessing = ImagePreprocessing(size=image_size, crop=(image_size, image_size))
     findings, names = preparation.text_filter.findings, Labels(labels)
 
     def read(path: Path) -> UInt8[np.ndarray, "c h w"] | None:
         try:
-            return read_image(path, prepare, n_channels=n_channels)
+            return read_image(path, preprocessing, n_channels=n_channels)
         except InputError:
             if preparation.text_filter.policy.bad_bytes != "drop":
                 raise
@@ -51,7 +51,7 @@ def prepare_images(
     shape = (n_channels, image_size, image_size)
     with StoreWriter(folder, {"picture": np.uint8, "label": np.int32}, {"picture": shape, "label": ()}) as writer:
         with ThreadPoolExecutor() as pool:  # Pillow lets other threads run while it decodes
-            for batch in in_batches(pictures, lambda _: AT_ONCE // 64):
+            for batch in in_batches(pictures, lambda _: BATCH // 64):
                 for (path, label), picture in zip(batch, pool.map(read, [path for path, _ in batch]), strict=True):
                     findings.read["pictures"] += 1
                     findings.done += path.stat().st_size
@@ -60,10 +60,10 @@ def prepare_images(
                         continue
                     names.add(label, str(path))
                     writer.add(picture=picture)
-                preparation.tell()
-        found, places = names.settle()
-        writer.add_part("label", places, ends=True)
-        preparation.describe(writer, labels=found)
+                preparation.report_progress()
+        found, indices = names.number()
+        writer.add_part("label", indices, ends=True)
+        preparation.write_info(writer, labels=found)
     return Store(folder)
 
 
@@ -73,7 +73,7 @@ def prepare_arrays(
     picture_labels: Sequence[str],
     labels: Sequence[str] | None = None,
 ) -> Store:
-    """The store that `prepare_images` makes, of pictures that are in memory already."""
+    """The store that `prepare_images` makes, from images in memory."""
     if len(pictures) != len(picture_labels):
         raise InputError(f"{len(pictures)} pictures have {len(picture_labels)} labels; give one label for each")
     content = hashlib.sha256(pictures.tobytes()).hexdigest()
@@ -83,9 +83,9 @@ def prepare_arrays(
     names = Labels(labels)
     for number, label in enumerate(picture_labels):
         names.add(label, f"picture {number}")
-    found, places = names.settle()
+    found, indices = names.number()
     shapes = {"picture": pictures.shape[1:], "label": ()}
     with StoreWriter(folder, {"picture": np.uint8, "label": np.int32}, shapes) as writer:
-        writer.add(picture=pictures, label=places)
-        preparation.describe(writer, labels=found)
+        writer.add(picture=pictures, label=indices)
+        preparation.write_info(writer, labels=found)
     return Store(folder)

@@ -1,4 +1,4 @@
-"""Pictures for Vision Transformers, prepared as preprocessor_config.json beside the weights says: resized, cropped, scaled."""
+"""Images for Vision Transformers: resized, cropped and scaled as preprocessor_config.json beside the weights says."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from clearhead.errors import CheckpointError, InputError, MissingExtraError
 
 @dataclass(frozen=True, kw_only=True)
 class ImagePreprocessing:
-    """What is done to a picture before a model sees it."""
+    """What is done to an image before it enters a model."""
 
-    size: tuple[int, int] | int | None  # height and width; one number: of the shorter side; None: as it is
-    resample: int = 2  # Pillow's number for the way of resizing; 2: bilinear, 3: bicubic
+    size: tuple[int, int] | int | None  # height and width; one number: the shorter side; None: not resized
+    resample: int = 2  # Pillow's number of the method; 2: bilinear, 3: bicubic
     crop: tuple[int, int] | None = None  # height and width cut out of the middle
     scale: float = 1 / 255
     mean: tuple[float, ...] = (0.5,)  # one for all channels, or one each
@@ -30,21 +30,21 @@ class ImagePreprocessing:
 
 
 def read_preprocessing(folder: Path, image_size: int) -> ImagePreprocessing:
-    """What preprocessor_config.json says; without one, resized to `image_size` and scaled to -1 .. 1."""
+    """The content of preprocessor_config.json; without that file, images are resized to `image_size` and scaled to -1 .. 1."""
     file = folder / "preprocessor_config.json"
     if not file.is_file():
         return ImagePreprocessing(size=(image_size, image_size))
     try:
-        told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        scale = told.get("rescale_factor", 1 / 255) if told.get("do_rescale", True) else 1.0
-        normed = told.get("do_normalize", True)
+        fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        scale = fields.get("rescale_factor", 1 / 255) if fields.get("do_rescale", True) else 1.0
+        normalize = fields.get("do_normalize", True)
         return ImagePreprocessing(
-            size=_size(told.get("size", image_size)) if told.get("do_resize", True) else None,
-            resample=int(told.get("resample", 2)),
-            crop=_crop(told.get("crop_size", image_size)) if told.get("do_center_crop", False) else None,
+            size=_size(fields.get("size", image_size)) if fields.get("do_resize", True) else None,
+            resample=int(fields.get("resample", 2)),
+            crop=_height_width(fields.get("crop_size", image_size)) if fields.get("do_center_crop", False) else None,
             scale=float(scale),
-            mean=tuple(map(float, told.get("image_mean", (0.5,)))) if normed else (0.0,),
-            std=tuple(map(float, told.get("image_std", (0.5,)))) if normed else (1.0,),
+            mean=tuple(map(float, fields.get("image_mean", (0.5,)))) if normalize else (0.0,),
+            std=tuple(map(float, fields.get("image_std", (0.5,)))) if normalize else (1.0,),
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
@@ -52,29 +52,29 @@ def read_preprocessing(folder: Path, image_size: int) -> ImagePreprocessing:
         ) from None
 
 
-def _size(told: Any) -> tuple[int, int] | int:
-    if isinstance(told, dict) and "shortest_edge" in told:
-        return int(told["shortest_edge"])
-    return _crop(told)
+def _size(value: Any) -> tuple[int, int] | int:
+    if isinstance(value, dict) and "shortest_edge" in value:
+        return int(value["shortest_edge"])
+    return _height_width(value)
 
 
-def _crop(told: Any) -> tuple[int, int]:
-    return (int(told["height"]), int(told["width"])) if isinstance(told, dict) else (int(told), int(told))
+def _height_width(value: Any) -> tuple[int, int]:
+    return (int(value["height"]), int(value["width"])) if isinstance(value, dict) else (int(value), int(value))
 
 
 def load_image(
-    source: str | Path | BytesIO, prepare: ImagePreprocessing, *, n_channels: int = 3
+    source: str | Path | BytesIO, preprocessing: ImagePreprocessing, *, n_channels: int = 3
 ) -> Float[Tensor, "c h w"]:
-    """A picture file as a tensor, ready for a model."""
-    x = torch.from_numpy(read_image(source, prepare, n_channels=n_channels)).float() * prepare.scale
-    mean, std = (torch.tensor(values)[:, None, None] for values in (prepare.mean, prepare.std))
+    """An image file as a tensor, ready for a model."""
+    x = torch.from_numpy(read_image(source, preprocessing, n_channels=n_channels)).float() * preprocessing.scale
+    mean, std = (torch.tensor(values)[:, None, None] for values in (preprocessing.mean, preprocessing.std))
     return (x - mean) / std
 
 
 def read_image(
-    source: str | Path | BytesIO, prepare: ImagePreprocessing, *, n_channels: int = 3
+    source: str | Path | BytesIO, preprocessing: ImagePreprocessing, *, n_channels: int = 3
 ) -> UInt8[np.ndarray, "c h w"]:
-    """A picture file resized and cropped as `prepare` says, but not yet scaled: numbers from 0 to 255."""
+    """An image file, resized and cropped but not yet scaled: numbers from 0 to 255."""
     try:
         from PIL import Image  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -84,25 +84,24 @@ def read_image(
         raise InputError(f"there is no picture {str(source)!r}; is the path right?")
     try:
         with warnings.catch_warnings(), Image.open(source) as opened:
-            warnings.simplefilter(
-                "error", Image.DecompressionBombWarning
-            )  # a small file may ask for any amount of memory
-            picture = opened.convert("L" if n_channels == 1 else "RGB")
+            # A small file may decompress to any amount of memory.
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image = opened.convert("L" if n_channels == 1 else "RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise InputError(f"{name} is no picture that can be read ({error}); convert it to png or jpeg") from None
-    if prepare.size is not None:
-        width, height = picture.size
-        size = prepare.size
+    if preprocessing.size is not None:
+        width, height = image.size
+        size = preprocessing.size
         if isinstance(size, int):  # the shorter side; the other keeps its proportion
             short = min(width, height)
             size = size * height // short, size * width // short
-        picture = picture.resize((size[1], size[0]), Image.Resampling(prepare.resample))
-    if prepare.crop is not None:
-        picture = _middle(picture, prepare.crop)
-    x = np.array(picture, dtype=np.uint8)
+        image = image.resize((size[1], size[0]), Image.Resampling(preprocessing.resample))
+    if preprocessing.crop is not None:
+        image = _crop_middle(image, preprocessing.crop)
+    x = np.array(image, dtype=np.uint8)
     return x[None] if x.ndim == 2 else np.ascontiguousarray(np.moveaxis(x, -1, 0))
 
 
-def _middle(picture: Any, size: tuple[int, int]) -> Any:
-    top, left = (picture.height - size[0]) // 2, (picture.width - size[1]) // 2
-    return picture.crop((left, top, left + size[1], top + size[0]))
+def _crop_middle(image: Any, size: tuple[int, int]) -> Any:
+    top, left = (image.height - size[0]) // 2, (image.width - size[1]) // 2
+    return image.crop((left, top, left + size[1], top + size[0]))

@@ -1,4 +1,4 @@
-"""What every preparation of a store shares: is it done already, how far is it, what does it say about itself."""
+"""What the preparations of texts and images share: a fingerprint to reuse a store, progress, labels, batches."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from clearhead.data.tokenizer import Tokenizer
 from clearhead.errors import InputError, did_you_mean
 
 Folder = str | os.PathLike[str]
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
+Progress = Callable[[int, int], None]  # bytes done, total bytes
 T = TypeVar("T")
 
-AT_ONCE = 2**20  # characters tokenised side by side; `tokenizers` took up to 280 bytes for each while it worked
+BATCH = 2**20  # characters tokenised in parallel; `tokenizers` needs up to 280 bytes of memory for each
 
 
 class Preparation:
-    """One preparation, known by the fingerprint of its files, tokenizer and options."""
+    """One preparation of a store, identified by the fingerprint of its files, tokenizer and options."""
 
     def __init__(
         self,
@@ -57,19 +57,20 @@ class Preparation:
         self._fingerprint = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
     def is_done(self) -> bool:
-        """Whether the folder holds this very store."""
+        """Whether the folder already holds the store with this fingerprint."""
         return (self.folder / "store.json").exists() and Store(self.folder).info.get("fingerprint") == self._fingerprint
 
-    def tell(self) -> None:
+    def report_progress(self) -> None:
         if self._progress is not None:
             self._progress(min(self.text_filter.findings.done, self._total), self._total)
 
-    def describe(self, writer: StoreWriter, **info: Any) -> None:
+    def write_info(self, writer: StoreWriter, **info: Any) -> None:
+        """Fill the store's `info`: counts, findings, the fingerprint, and `info`. A store without rows is an error."""
         findings, counts = self.text_filter.findings, writer.count()
         if not all(rows for rows, _ in counts.values()):
-            told = "; ".join(findings.lines()) or "there was nothing in it"
+            why = "; ".join(findings.lines()) or "there was nothing in it"
             raise InputError(
-                f"nothing is left of {', '.join(map(str, self.paths)):.200} to learn from: {told}; give other data"
+                f"nothing is left of {', '.join(map(str, self.paths)):.200} to learn from: {why}; give other data"
             )
         rows = next(iter(counts.values()))[0]
         writer.info = {
@@ -83,12 +84,12 @@ class Preparation:
 
 
 class Labels:
-    """Names met one by one; their order is known only at the end, unless it was given."""
+    """Labels by name, one for each row. Their numbers are known only at the end, unless the names were given."""
 
     def __init__(self, given: Sequence[str] | None) -> None:
         self._given = given
         self._numbers = {name: number for number, name in enumerate(given or ())}
-        self._met: list[int] = []
+        self._rows: list[int] = []  # each row's label, numbered in the order of appearance
 
     def add(self, name: str, place: str) -> None:
         if self._given is not None and name not in self._numbers:
@@ -96,19 +97,19 @@ class Labels:
                 f"{place} has the label {name!r}, which is none of the {len(self._given)} known; "
                 + did_you_mean(name, self._given)
             )
-        self._met.append(self._numbers.setdefault(name, len(self._numbers)))
+        self._rows.append(self._numbers.setdefault(name, len(self._numbers)))
 
-    def settle(self) -> tuple[list[str], np.ndarray]:
-        """All names in order, whole numbers by their value, and the place in it of each name met."""
+    def number(self) -> tuple[list[str], np.ndarray]:
+        """The names, sorted (whole numbers by value) unless they were given; and for each row the index of its name."""
         names = list(self._numbers)
         if self._given is None:
             numbers = all(name.isdecimal() for name in names)
             names.sort(key=lambda name: (int(name) if numbers else 0, name))
         if len(names) == 1:
             raise InputError(f"every label is {names[0]!r}; classes need at least 2, is it the right column?")
-        place = {name: number for number, name in enumerate(names)}
-        moved = np.array([place[name] for name in self._numbers], np.int32)
-        return names, moved[np.array(self._met, np.int64)]
+        indices = {name: index for index, name in enumerate(names)}
+        renumbered = np.array([indices[name] for name in self._numbers], np.int32)
+        return names, renumbered[np.array(self._rows, np.int64)]
 
 
 def _below(path: Path) -> list[Path]:
@@ -118,14 +119,14 @@ def _below(path: Path) -> list[Path]:
 
 
 def in_batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """As many items as make `AT_ONCE` characters."""
-    held: list[T] = []
+    """Lists of items that together have about `BATCH` characters."""
+    batch: list[T] = []
     total = 0
     for item in items:
-        held.append(item)
+        batch.append(item)
         total += size(item)
-        if total >= AT_ONCE:
-            yield held
-            held, total = [], 0
-    if held:
-        yield held
+        if total >= BATCH:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch

@@ -1,7 +1,7 @@
 """SentencePiece models (T5, LLaMA) and Marian's pair of them.
 
-The few fields needed are read straight from the protobuf wire format: that is shorter than depending on
-`sentencepiece` and `protobuf`, and a broken file meets our own checks first.
+The few fields that are needed are read from the protobuf wire format: this is less than depending on `sentencepiece` and
+`protobuf`, and broken files are found by our own checks.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def build_core(
 ) -> tokenizers.Tokenizer:
     """SentencePiece's algorithm as a `tokenizers` pipeline: most likely pieces (unigram), or merging by score (BPE).
 
-    Where a model brings a charsmap, `Precompiled` applies it one grapheme at a time and takes the shortest match in it,
-    so a letter with two or more separate combining marks can differ from SentencePiece itself (and loses a mark).
-    Composed text (NFC) is not affected; transformers does the same.
+    If a model has a charsmap, `Precompiled` applies it to one grapheme at a time and takes the shortest match in it. The result
+    for a letter with two or more separate combining marks can therefore differ from SentencePiece (a mark is lost). Composed
+    text (NFC) is not affected; transformers does the same.
     """
     vocab = {piece.text: id for id, piece in enumerate(pieces)}
     if not pieces or len(vocab) < len(pieces) or "" in vocab:
@@ -81,12 +81,12 @@ def read_sentencepiece(path: Path) -> Tokenizer:
     config = parts.read_json(path.parent / "tokenizer_config.json")
     with parts.parse_errors(path, "a SentencePiece model"):
         core, roles = parse_model(parts.read_bytes(path))
-        # T5's sentinels are in no model file: <extra_id_0> is the last id, counted backwards.
+        # T5's sentinels are not in the model file: <extra_id_0> has the last id, and they are counted backwards.
         count = config.get("extra_ids", 0)
         if type(count) is int and 0 < count < 10_000 and not config.get("added_tokens_decoder"):
             core.add_special_tokens([f"<extra_id_{i}>" for i in reversed(range(count))])
         parts.add_listed(core, path.parent)
-        # A language model starts from bos; a model without one (T5) learnt to see eos.
+        # By default, bos is added if the model has one, else eos (T5 was trained with it).
         use_bos = config.get("add_bos_token", "bos" in roles)
         use_eos = config.get("add_eos_token", "bos" not in roles)
         parts.surround(core, [roles.get("bos") if use_bos else None], [roles.get("eos") if use_eos else None])
@@ -98,7 +98,7 @@ def read_sentencepiece(path: Path) -> Tokenizer:
 
 
 def parse_model(data: bytes) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """A serialized ModelProto: the pipeline, and the tokens that have a role."""
+    """The pipeline of a serialized ModelProto, and its special tokens by role."""
     top = list(_fields(data))
     trainer = {number: value for field, content in top if field == 2 for number, value in _fields(content)}
     normal = {number: value for field, content in top if field == 3 for number, value in _fields(content)}
@@ -153,13 +153,13 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 class PairTokenizer(Tokenizer):
-    """Marian's: source and target text have pieces of their own, the ids are shared. `decode` reads target ids."""
+    """Marian's tokenizer: source and target have their own pieces and share the ids. `decode` takes target ids."""
 
     def __init__(self, source: bytes, target: bytes, vocab: dict[str, int]) -> None:
         self._files = {"source.spm": source, "target.spm": target, "vocab.json": json.dumps(vocab).encode()}
         cores = [parse_model(source)[0], parse_model(target)[0]]
         for core in cores:
-            # Models with several target languages are told which by a code in front of the text.
+            # For a model with several target languages, a code in front of the text selects one.
             core.add_special_tokens([token for token in vocab if token.startswith(">>") and token.endswith("<<")])
             parts.surround(core, [], ["</s>"])
         roles = {"eos": vocab["</s>"], "unk": vocab["<unk>"], "pad": vocab.get("<pad>")}
@@ -171,12 +171,11 @@ class PairTokenizer(Tokenizer):
         return self.target_core.decoder.decode(names)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Writes Marian's own layout: source.spm, target.spm, vocab.json, tokenizer_config.json."""
+        """Write Marian's own layout: source.spm, target.spm, vocab.json, tokenizer_config.json."""
         self._write(directory, self._files, "MarianTokenizer")
 
     def _ids(self, encoding: tokenizers.Encoding) -> list[int]:
-        # The pieces, not the pipeline's ids: a piece unknown to one side keeps its own text, and the shared vocabulary
-        # may know it.
+        # By piece, not by the pipeline's ids: the shared vocabulary may have pieces that one side does not have.
         return [self.vocab.get(piece, self.vocab["<unk>"]) for piece in encoding.tokens]
 
 

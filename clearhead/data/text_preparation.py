@@ -1,7 +1,7 @@
 """From a corpus to a store: each text is tokenised once, in parallel.
 
-A folder that already holds the store of the same files, tokenizer and options is opened, and nothing is read. What was
-dropped, repaired or cut while preparing is in `store.info["findings"]`, one sentence for each kind.
+A folder that already holds the store of the same files, tokenizer and options is opened without reading the files.
+`store.info["findings"]` has a sentence for each kind of data that was dropped, repaired or cut.
 """
 
 from __future__ import annotations
@@ -11,7 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from clearhead.data.corpora import PIECE, Documents, Names, expand_files, read_labelled_rows, read_pair_rows, read_texts
+from clearhead.data.corpora import (
+    MAX_PART,
+    Documents,
+    Names,
+    expand_files,
+    read_labelled_rows,
+    read_pair_rows,
+    read_texts,
+)
 from clearhead.data.filters import Policy
 from clearhead.data.preparation import Folder, Labels, Preparation, Progress, in_batches
 from clearhead.data.token_store import Store, StoreWriter
@@ -30,9 +38,9 @@ def prepare_texts(
     policy: Policy | None = None,
     progress: Progress | None = None,
 ) -> Store:
-    """Documents for a language model: column "text", each document's ids and then eos, where the tokenizer has one.
+    """Documents for a language model: column "text", the ids of each document and then eos, if the tokenizer has one.
 
-    A long document is tokenised in pieces, cut at line ends (see `read_texts`): at a cut, no token spans two lines.
+    A long document is tokenised in parts that end at line ends (see `read_texts`): no token spans two parts.
     """
     preparation = Preparation(
         folder, expand_files(files), policy, progress, ["texts", column, documents, lowercase], tokenizer
@@ -42,20 +50,20 @@ def prepare_texts(
     ending = [] if tokenizer.eos is None else [tokenizer.eos]
     text_filter, n_bytes = preparation.text_filter, 0
     with StoreWriter(folder, {"text": _dtype(tokenizer)}) as writer:
-        pieces = read_texts(
+        parts = read_texts(
             preparation.paths,
             column=column,
             documents=documents,
             policy=text_filter.policy,
             findings=text_filter.findings,
         )
-        for batch in in_batches(pieces, lambda piece: len(piece.text)):
-            encoded = _encode(tokenizer, [piece.text for piece in batch], lowercase)
-            for piece, (ids, size) in zip(batch, encoded, strict=True):
+        for batch in in_batches(parts, lambda part: len(part.text)):
+            encoded = _encode(tokenizer, [part.text for part in batch], lowercase)
+            for part, (ids, size) in zip(batch, encoded, strict=True):
                 n_bytes += size
-                writer.add_part("text", ids + ending if piece.ends else ids, ends=piece.ends)
-            preparation.tell()
-        preparation.describe(writer, bytes=n_bytes)
+                writer.add_part("text", ids + ending if part.ends else ids, ends=part.ends)
+            preparation.report_progress()
+        preparation.write_info(writer, bytes=n_bytes)
     return Store(folder)
 
 
@@ -74,7 +82,7 @@ def prepare_pairs(
 ) -> Store:
     """Pairs: columns "source" and "target", both ids and then eos. With target=() the source files are tables.
 
-    `info["bytes"]` counts the target's, which is what a translator predicts.
+    `info["bytes"]` counts the bytes of the targets, which a translator predicts.
     """
     if tokenizer.eos is None:
         raise InputError("pairs need a tokenizer with an end-of-sequence token, and eos is None; train one with '</s>'")
@@ -103,8 +111,8 @@ def prepare_pairs(
                 if first is not None and second is not None:
                     writer.add(source=first, target=second)
                     n_bytes += size
-            preparation.tell()
-        preparation.describe(writer, bytes=n_bytes)
+            preparation.report_progress()
+        preparation.write_info(writer, bytes=n_bytes)
     return Store(folder)
 
 
@@ -120,9 +128,9 @@ def prepare_labelled(
     policy: Policy | None = None,
     progress: Progress | None = None,
 ) -> Store:
-    """Texts with one label each: column "text", encoded as a model reads it alone, and "label", a place in info["labels"].
+    """Texts with one label each: columns "text", with special tokens, and "label", an index into info["labels"].
 
-    `labels` fixes the names and their order, as the training data's do for the validation data.
+    `labels` fixes the names and their order; validation data gets those of the training data.
     """
     options = ["labelled", max_len, columns, labels, lowercase]
     preparation = Preparation(folder, expand_files(files), policy, progress, options, tokenizer)
@@ -142,10 +150,10 @@ def prepare_labelled(
                 names.add(row.values[1], row.place(1))
                 writer.add(text=ids)
                 n_bytes += size
-            preparation.tell()
-        found, places = names.settle()
-        writer.add_part("label", places, ends=True)
-        preparation.describe(writer, bytes=n_bytes, labels=found)
+            preparation.report_progress()
+        found, indices = names.number()
+        writer.add_part("label", indices, ends=True)
+        preparation.write_info(writer, bytes=n_bytes, labels=found)
     return Store(folder)
 
 
@@ -163,15 +171,16 @@ def _encode(
     limit: int | None = None,
     cut: bool = False,
 ) -> list[tuple[list[int], int]]:
-    """Ids and bytes of each text. With a `limit`, the ids of one that exceeds it by far may end early, but beyond the limit."""
+    """The ids and the number of bytes of each text. With a `limit`, the ids of a much longer text may be incomplete, but there
+    are then more of them than `limit`."""
     if lowercase:
         texts = [text.lower() for text in texts]
 
     def encode(texts: list[str]) -> list[list[int]]:
         return tokenizer.encode_all(texts, special, target, limit if cut else None, "right")
 
-    # Ten million characters as one text need gigabytes, and their beginning shows that they are too long.
-    enough = None if limit is None else max(PIECE, 64 * limit)
+    # A text of ten million characters would need gigabytes, and its beginning is enough to see that it is too long.
+    enough = None if limit is None else max(MAX_PART, 64 * limit)
     rows = encode([text[:enough] for text in texts])
     for number, text in enumerate(texts):
         if limit is not None and not cut and len(text[:enough]) < len(text) and len(rows[number]) <= limit:

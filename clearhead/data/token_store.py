@@ -1,8 +1,8 @@
-"""A store: columns of numbers in flat files, mapped into memory, written once. It may be larger than memory.
+"""A store of tokenised data: columns of numbers in memory-mapped files, written once. It may be larger than memory.
 
-store.json         columns, what the store was made of, and the size and checksum of every other file
-NAME.bin           the values of column NAME, one after the other
-NAME.offsets.bin   int64: where each row begins, and the end; only where rows differ in length
+store.json         the columns, what the store was made from, and the size and checksum of every other file
+NAME.bin           the values of column NAME
+NAME.offsets.bin   int64: the start of each row, and the end; only for columns whose rows differ in length
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BLOCK = 2**20
 
 
 class Column:
-    """Rows of one column: whole-number sequences of any length (`offsets`), or one value or array each."""
+    """The rows of one column: integer sequences of any length (with `offsets`), or one value or array each."""
 
     def __init__(self, flat: NDArray[Any], offsets: NDArray[np.int64] | None) -> None:
         self.flat, self.offsets = flat, offsets
@@ -50,22 +50,22 @@ class Column:
 
 
 class Store:
-    """Opens a store; the files stay on disk until their rows are asked for."""
+    """An open store. Rows are read from disk when they are used."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         try:
-            found = json.loads((self.folder / "store.json").read_text(encoding="utf-8"))
-            if found["version"] != VERSION:
-                raise _damaged(self.folder, f"its format is version {found['version']}, this program's {VERSION}")
-            self.info: dict[str, Any] = found["info"]
-            self._files: dict[str, dict[str, int]] = found["files"]
-            columns: dict[str, Any] = found["columns"]
-            for name, told in self._files.items():
+            content = json.loads((self.folder / "store.json").read_text(encoding="utf-8"))
+            if content["version"] != VERSION:
+                raise _damaged(self.folder, f"its format is version {content['version']}, this program's {VERSION}")
+            self.info: dict[str, Any] = content["info"]
+            self._files: dict[str, dict[str, int]] = content["files"]
+            columns: dict[str, Any] = content["columns"]
+            for name, expected in self._files.items():
                 size = (self.folder / name).stat().st_size
-                if size != told["bytes"]:
-                    raise _damaged(self.folder, f"{name} has {size:,} bytes, not {told['bytes']:,}")
-            self._columns = {name: self._map(name, **told) for name, told in columns.items()}
+                if size != expected["bytes"]:
+                    raise _damaged(self.folder, f"{name} has {size:,} bytes, not {expected['bytes']:,}")
+            self._columns = {name: self._map(name, **fields) for name, fields in columns.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise _damaged(self.folder, repr(error)[:100]) from None
 
@@ -82,14 +82,14 @@ class Store:
         return len(next(iter(self._columns.values())))
 
     def check(self) -> None:
-        """Reads every byte and compares the checksums. Opening compares only the sizes."""
-        for name, told in self._files.items():
+        """Read every byte and compare the checksums. Opening a store compares only the sizes."""
+        for name, expected in self._files.items():
             crc = 0
             with (self.folder / name).open("rb") as file:
                 while block := file.read(_BLOCK):
                     crc = zlib.crc32(block, crc)
-            if crc != told["crc32"]:
-                raise _damaged(self.folder, f"{name} has checksum {crc:08x}, not {told['crc32']:08x}")
+            if crc != expected["crc32"]:
+                raise _damaged(self.folder, f"{name} has checksum {crc:08x}, not {expected['crc32']:08x}")
 
 
 def _map_file(file: Path, dtype: str) -> NDArray[Any]:
@@ -102,9 +102,9 @@ def _damaged(folder: Path, why: str) -> CheckpointError:
 
 
 class StoreWriter:
-    """Writes a store row by row, into a folder beside that takes its name at the end: a kill leaves nothing half.
+    """Writes a store row by row. The folder gets its name at the end, so that a process that is killed leaves no incomplete store.
 
-    `columns` gives each column's dtype; `shapes` the shape of a row where all rows have the same ("()": one number).
+    `columns` is the dtype of each column; `shapes` the shape of a row, for columns where all rows have the same ("()": a number).
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class StoreWriter:
         self.info: dict[str, Any] = {}
         self._dtypes = {name: np.dtype(dtype) for name, dtype in columns.items()}
         self._shapes = shapes or {}
-        self._place = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.tmp")
+        self._temporary = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.tmp")
         self._open: dict[str, BinaryIO] = {}
         self._files: dict[str, dict[str, int]] = {}
 
@@ -126,7 +126,7 @@ class StoreWriter:
             raise InputError(f"{self.folder} is there and is no store; choose an empty or a new folder")
         try:
             _clear_leftovers(self.folder)
-            self._place.mkdir(parents=True)
+            self._temporary.mkdir(parents=True)
         except OSError as error:
             raise self._failure(error) from None
         for name in self._dtypes:
@@ -136,12 +136,12 @@ class StoreWriter:
         return self
 
     def add(self, **values: Any) -> None:
-        """One row: a value for each column."""
+        """Add one row: a value for each column."""
         for name, value in values.items():
             self.add_part(name, value, ends=True)
 
     def add_part(self, name: str, value: Any, *, ends: bool) -> None:
-        """Part of a row of one column, for rows too long to be held at once."""
+        """Add a part of a row of one column, for rows that are too long for memory."""
         self._write(f"{name}.bin", np.asarray(value, self._dtypes[name]))
         if ends and name not in self._shapes:
             end = self._files[f"{name}.bin"]["bytes"] // self._dtypes[name].itemsize
@@ -162,14 +162,14 @@ class StoreWriter:
         block = values.tobytes()
         try:
             if name not in self._open:
-                self._open[name] = (self._place / name).open("wb")
+                self._open[name] = (self._temporary / name).open("wb")
                 self._files[name] = {"bytes": 0, "crc32": 0}
             self._open[name].write(block)
         except OSError as error:
             raise self._failure(error) from None
-        told = self._files[name]
-        told["bytes"] += len(block)
-        told["crc32"] = zlib.crc32(block, told["crc32"])
+        entry = self._files[name]
+        entry["bytes"] += len(block)
+        entry["crc32"] = zlib.crc32(block, entry["crc32"])
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -181,10 +181,10 @@ class StoreWriter:
             raise self._failure(failure) from None
         finally:
             for file in self._open.values():
-                # What could not be flushed was reported above, or does not matter any more.
+                # An error in flushing was already raised above, or the file is deleted anyway.
                 with contextlib.suppress(OSError):
                     file.close()
-            shutil.rmtree(self._place, ignore_errors=True)
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _finish(self) -> None:
         columns = {
@@ -192,15 +192,15 @@ class StoreWriter:
             for name, dtype in self._dtypes.items()
         }
         content = {"version": VERSION, "columns": columns, "files": self._files, "info": self.info}
-        self._open["store.json"] = (self._place / "store.json").open("wb")
+        self._open["store.json"] = (self._temporary / "store.json").open("wb")
         self._open["store.json"].write(json.dumps(content, indent=2, ensure_ascii=False).encode())
         for file in self._open.values():
             file.flush()
             os.fsync(file.fileno())
-        old = self._place.with_suffix(".old")
+        old = self._temporary.with_suffix(".old")
         if self.folder.exists():
             self.folder.rename(old)
-        self._place.rename(self.folder)
+        self._temporary.rename(self.folder)
         shutil.rmtree(old, ignore_errors=True)
 
     def _failure(self, error: OSError) -> CheckpointError:
@@ -210,11 +210,11 @@ class StoreWriter:
 
 
 def _clear_leftovers(folder: Path) -> None:
-    """Removes what writers that were killed left beside `folder`."""
+    """Remove the temporary folders of writers that were killed."""
     for place in folder.parent.glob(f".{folder.name}.*.*"):
         process = place.suffixes[-2][1:] if place.suffix in (".tmp", ".old") else ""
         try:
-            os.kill(int(process), 0)  # signal 0: only asks whether the process is there
+            os.kill(int(process), 0)  # signal 0 only checks whether the process exists
         except (ValueError, PermissionError):
             continue
         except ProcessLookupError:

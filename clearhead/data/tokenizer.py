@@ -1,4 +1,4 @@
-"""A tokenizer: text to ids and back, over the `tokenizers` library, whatever file it came from."""
+"""Tokenizer: text to ids and back, for all file formats, based on the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class Tokenizer:
-    """Text to ids and back. `bos`, `eos`, `pad`, `unk` and `mask` are ids, or None where the vocabulary has none."""
+    """Text to ids and back. `bos`, `eos`, `pad`, `unk` and `mask` are ids, or None if the vocabulary has no such token."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Tokenizer:
         target_core: tokenizers.Tokenizer | None = None,
         vocab: dict[str, int] | None = None,
     ) -> None:
-        # A tokenizer.json may ask for truncation or padding. Cutting a text is the caller's choice alone.
+        # A tokenizer.json may enable truncation or padding. Here only the caller decides about them.
         core.no_truncation()
         core.no_padding()
         self.core = core
@@ -45,19 +45,19 @@ class Tokenizer:
         self.chat_template = chat_template
         self.vocab = vocab or core.get_vocab()
         self._names = {id: token for token, id in self.vocab.items()}
-        # Not the number of entries: ids may have gaps, and an embedding needs a row for the highest.
+        # Not the number of entries: ids may have gaps, and an embedding needs a row for the highest id.
         self.vocab_size = max(self._names, default=-1) + 1
         self.special_ids = {id for id, token in core.get_added_tokens_decoder().items() if token.special}
 
     def encode(self, text: str, special: bool = True, target: bool = False) -> list[int]:
-        """Ids of `text`; `special` adds what the model expects around it, such as bos or [CLS] ... [SEP].
+        """The ids of `text`; `special` adds the tokens that the model expects around it, such as bos or [CLS] ... [SEP].
 
-        `target` matters only to models whose target language has pieces of its own (see PairTokenizer).
+        `target` matters only if source and target have different pieces (see PairTokenizer).
         """
         return self.encode_all([text], special, target)[0]
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
-        """Text of `ids`; special tokens are left out unless `special`."""
+        """The text of `ids`, without special tokens unless `special`."""
         return self.core.decode(self._check(ids), skip_special_tokens=not special)
 
     def batch(
@@ -69,16 +69,16 @@ class Tokenizer:
         truncate: Side | None = None,
         target: bool = False,
     ) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
-        """Ids padded on `side`, and a mask, True = a real token.
+        """The ids, padded on `side`, and a mask, True = a real token.
 
-        A text longer than `max_len` is an error unless `truncate` says which end to cut; what `special` adds stays.
+        A text longer than `max_len` is an error unless `truncate` says which end to cut; special tokens are not cut.
         """
         for name, value in (("side", side), ("truncate", truncate or "right")):
             if value not in ("left", "right"):
                 raise InputError(f"{name}={value!r} is no end of a text; {did_you_mean(value, ('left', 'right'))}")
         rows = self.encode_all(texts, special, target, max_len, truncate)
         width = max((len(row) for row in rows), default=0)
-        # Where there is no pad token any id does, since the mask hides it; 0 is in every vocabulary.
+        # Without a pad token any id will do, since the mask hides it; 0 is in every vocabulary.
         tokens = torch.full((len(rows), width), self.pad or 0, dtype=torch.long)
         real = torch.zeros((len(rows), width), dtype=torch.bool)
         for i, row in enumerate(rows):
@@ -88,11 +88,11 @@ class Tokenizer:
         return tokens, real
 
     def token(self, id: int) -> str:
-        """The vocabulary's own spelling of one id, such as 'Ġworld' or '▁world'."""
+        """The vocabulary's spelling of an id, such as 'Ġworld' or '▁world'."""
         return self._names[self._check([id])[0]]
 
     def id(self, token: str) -> int:
-        """The id of one token, spelled as the vocabulary spells it."""
+        """The id of a token in the vocabulary's spelling."""
         if token not in self.vocab:
             special = [self._names[id] for id in self.special_ids]
             hint = did_you_mean(token, special) if special else "encode it as text instead"
@@ -100,23 +100,23 @@ class Tokenizer:
         return self.vocab[token]
 
     def stream(self, special: bool = False) -> TextStream:
-        """Decodes one id at a time, for text that is shown while it is generated."""
+        """A decoder for one id at a time, for text that is shown while it is generated."""
         return TextStream(self, special)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The prompt that the model's own template makes of `messages`; encode it with special=False."""
+        """The prompt that the model's chat template makes of `messages`; encode it with special=False."""
         known = {key: token or "" for key, token in self._role_tokens().items()}
         known["add_generation_prompt"] = add_generation_prompt
         return render_chat(self.chat_template, messages, {**known, **variables})
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Writes tokenizer.json and tokenizer_config.json, which `load_tokenizer` and transformers read."""
+        """Write tokenizer.json and tokenizer_config.json, which `load_tokenizer` and transformers read."""
         self._write(directory, {"tokenizer.json": self.core.to_str(pretty=True).encode()}, "PreTrainedTokenizerFast")
 
     def _write(self, directory: str | os.PathLike[str], files: Mapping[str, bytes], kind: str) -> None:
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        # All five roles, null included: a reader then has no reason to guess from other files in the directory.
+        # All five roles, also those that are null: a reader must not guess them from other files in the directory.
         config = {"tokenizer_class": kind, "clean_up_tokenization_spaces": False, **self._role_tokens()}
         config["chat_template"] = self.chat_template
         files = {**files, "tokenizer_config.json": json.dumps(config, indent=2).encode()}
@@ -124,10 +124,10 @@ class Tokenizer:
             temporary = folder / f".{name}.{os.getpid()}.tmp"
             try:
                 temporary.write_bytes(content)
-                os.replace(temporary, folder / name)  # a reader sees the old file or the new one, never half of one
+                os.replace(temporary, folder / name)  # a reader sees the whole old file or the whole new one
             finally:
                 temporary.unlink(missing_ok=True)
-        # Left from another tokenizer, these would win over what was just written.
+        # Files of another tokenizer that would take precedence over those just written.
         for name in {"chat_template.jinja", "tokenizer.json"} - files.keys():
             (folder / name).unlink(missing_ok=True)
 
@@ -143,7 +143,7 @@ class Tokenizer:
         max_len: int | None = None,
         truncate: Side | None = None,
     ) -> list[list[int]]:
-        """Ids of each text, as `batch` has them, without padding."""
+        """The ids of each text, as in `batch`, without padding."""
         if isinstance(texts, str):
             raise InputError(f"texts is one str, {texts!r:.60}; pass a list of texts")
         texts = list(texts)
@@ -176,7 +176,7 @@ class Tokenizer:
         return encoding.ids
 
     def _check(self, ids: Iterable[int]) -> list[int]:
-        """The ids as plain numbers; `tokenizers` would leave out unknown ones without a word."""
+        """The ids as plain numbers. Unknown ids are an error; `tokenizers` would drop them silently."""
         ids = [int(id) for id in ids]
         for id in ids:
             if id not in self._names:
@@ -188,23 +188,23 @@ class Tokenizer:
 
 
 class TextStream:
-    """Incremental decoding. All that `push` returned, then `finish()`, joined, is exactly `decode` of all ids.
+    """Incremental decoding. The results of all `push` calls and of `finish`, joined, are exactly `decode` of all ids.
 
-    Text is held back while later ids could still change it: an unfinished UTF-8 character, or a run of SentencePiece
-    byte pieces, which becomes text only as a whole.
+    Text that later ids could still change is held back: an incomplete UTF-8 character, or a run of SentencePiece byte pieces,
+    which can only be decoded together.
     """
 
     def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
         self._tokenizer = tokenizer
         self._special = special
-        # Decoding is local but for the first token, which loses its leading space. So one finished chunk is kept in
-        # front of what is still open, and a stream of n ids costs O(n), not O(n^2).
+        # Decoding is local, except that the first token loses its leading space. So one decoded chunk stays in front of the
+        # ids that are not decoded yet, and a stream of n ids takes O(n) time, not O(n^2).
         self._window: list[int] = []
         self._finished = 0  # ids of the window that belong to that chunk
-        self._sent = 0  # characters of the window's text already handed out
+        self._sent = 0  # characters of the window's text that `push` has returned
 
     def push(self, id: int) -> str:
-        """The text that is certain now, often one word, sometimes nothing."""
+        """The new text that is certain after this id: often a word, sometimes nothing."""
         piece = self._tokenizer.token(id)
         if id in self._tokenizer.special_ids and not self._special:
             return ""
@@ -212,7 +212,7 @@ class TextStream:
         if BYTE_PIECE.fullmatch(piece):
             return ""
         text = self._decode(self._window)
-        # An unfinished character is one replacement character at the very end; all before it is final.
+        # An incomplete character is decoded as one replacement character at the end; the text before it is final.
         certain = len(text) - text.endswith("\ufffd")
         new, self._sent = text[self._sent : certain], max(self._sent, certain)
         if certain == len(text) and (tail := self._decode(self._window[self._finished :])):
@@ -221,7 +221,7 @@ class TextStream:
         return new
 
     def finish(self) -> str:
-        """What was held back; the stream can then start on a new text."""
+        """The text that was held back. Afterwards the stream can be used for a new text."""
         rest = self._decode(self._window)[self._sent :]
         self._window, self._finished, self._sent = [], 0, 0
         return rest

@@ -1,4 +1,4 @@
-"""Reading tokenizers: `load_tokenizer`, and the formats that need no more than one short function each."""
+"""Tokenizer files: `load_tokenizer`, and the formats that need only one short function each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from clearhead.data.gguf_tokenizer import read_gguf
 from clearhead.data.tokenizer import BYTE_PIECE, Tokenizer
 from clearhead.errors import CheckpointError
 
-# In the order of OpenAI's ids, which follow <|startoftranscript|>. large-v3 added the last one.
+# In the order of OpenAI's ids, which follow <|startoftranscript|>. Only large-v3 has the last one.
 _LANGUAGES = (
     "en zh de es ru ko fr ja pt tr pl ca nl ar sv it id hi fi vi he uk el ms cs ro da hu ta no th ur hr bg lt la mi ml "
     "cy sk te fa lv bn sr az sl kn et mk br eu is hy ne mn bs kk sq sw gl mr pa si km sn yo so af oc ka be tg sd gu am "
@@ -27,9 +27,9 @@ _LANGUAGES = (
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer in a directory or a file, in any format of the table below; tokenizer.json first.
+    """The tokenizer in a directory or a file, in any format of `_FORMATS`; tokenizer.json comes first.
 
-    For a file of weights without one inside (llama2.c's .bin, Whisper's .pt), the tokenizer that lies beside it.
+    For a file of weights that has none inside (llama2.c's .bin, Whisper's .pt), it is the tokenizer beside the file.
     """
     path = Path(path)
     folder = path if path.is_dir() else path.parent
@@ -51,7 +51,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 def read_tokenizer_json(path: Path) -> Tokenizer:
     with parts.parse_errors(path, "a tokenizer.json"):
         core = tokenizers.Tokenizer.from_str(parts.read_bytes(path).decode())
-        # Some broken files only fail when they are first used.
+        # Some broken files fail only at their first use.
         core.encode("a b")
     return parts.finish(core, path.parent)
 
@@ -82,16 +82,16 @@ def _two(line: str) -> tuple[str, str]:
 
 
 def _surround_whisper(core: tokenizers.Tokenizer) -> None:
-    # As transformers does without a language: the labels of a transcript without timestamps.
+    # As transformers does if no language is given: the special tokens of a transcript without timestamps.
     if core.token_to_id("<|startoftranscript|>") is not None:
         parts.surround(core, ["<|startoftranscript|>", "<|notimestamps|>"], ["<|endoftext|>"])
 
 
 def read_vocab_txt(path: Path) -> Tokenizer:
-    """One token a line: BERT's WordPiece, or ESM's letters."""
+    """A file with one token a line: BERT's WordPiece, or ESM's amino acids."""
     config = parts.read_json(path.with_name("tokenizer_config.json"))
     with parts.parse_errors(path, "a list of tokens, one a line"):
-        # Not splitlines: vocabularies hold characters that it takes for the end of a line.
+        # Not splitlines: vocabularies contain characters that it would treat as line ends.
         tokens = [line.rstrip("\r") for line in parts.read_bytes(path).decode().removesuffix("\n").split("\n")]
         vocab = {token: id for id, token in enumerate(tokens)}
         letters = "<cls>" in vocab and "[CLS]" not in vocab
@@ -124,7 +124,7 @@ def read_vocab_txt(path: Path) -> Tokenizer:
 
 
 def read_tiktoken(path: Path, languages: int = 99) -> Tokenizer:
-    """OpenAI's Whisper files: base64 and rank a line. Whisper's special tokens follow; large-v3 has 100 languages."""
+    """OpenAI's Whisper files: each line is a token in base64 and its rank. Special tokens are added; large-v3 has 100 languages."""
     with parts.parse_errors(path, "tiktoken ranks"):
         lines = [line.split() for line in parts.read_bytes(path).splitlines() if line.strip()]
         ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
@@ -142,7 +142,7 @@ def read_tiktoken(path: Path, languages: int = 99) -> Tokenizer:
 
 
 def read_llama2c(path: Path) -> Tokenizer:
-    """llama2.c's tok*.bin: the longest token's length, then score, length and bytes of each. Spaces are spaces here."""
+    """llama2.c's tok*.bin: the length of the longest token, then score, length and bytes of each. Spaces stay spaces."""
     with parts.parse_errors(path, "llama2.c's tokenizer (its file of weights ends in .bin too)"):
         data = parts.read_bytes(path)
         (longest,) = struct.unpack_from("<i", data)
@@ -161,7 +161,7 @@ def read_llama2c(path: Path) -> Tokenizer:
         return Tokenizer(core, {"unk": 0, "bos": 1, "eos": 2})
 
 
-# name pattern, files that must lie beside it, reader
+# The pattern of the name, files that must be beside it, the reader.
 _FORMATS: list[tuple[str, tuple[str, ...], Callable[[Path], Tokenizer]]] = [
     ("tokenizer.json", (), read_tokenizer_json),
     ("source.spm", ("target.spm", "vocab.json"), lambda path: spm.read_marian(path.parent)),

@@ -1,4 +1,4 @@
-"""What the readers of tokenizer files share: refusing broken files, roles, special tokens, byte-level BPE."""
+"""Functions that the readers of tokenizer files share: errors of broken files, roles, special tokens, byte-level BPE."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from clearhead.data.tokenizer import ROLES, Tokenizer
 from clearhead.errors import CheckpointError, ClearheadError, did_you_mean
 
-# Larger than any tokenizer file in use, small enough to read whole; a file above it is something else.
+# More than any tokenizer file has, and little enough to read at once; a larger file is something else.
 MAX_BYTES = 256 * 2**20
-# No vocabulary has longer pieces; a bound keeps the square of it harmless in a broken file.
+# No vocabulary has longer pieces. `derive_merges` takes quadratic time, which the limit bounds for broken files.
 MAX_PIECE = 512
 
-# Where no file says which token has which role, its name does. Earlier names win.
+# The role of a token by its name, where no file says it. Earlier names are preferred.
 CONVENTION = {
     "bos": ("<s>", "<bos>", "[CLS]", "<cls>", "<|begin_of_text|>", "<|endoftext|>"),
     "eos": ("</s>", "<eos>", "[SEP]", "<|end_of_text|>", "<|endoftext|>"),
@@ -28,7 +28,7 @@ CONVENTION = {
     "mask": ("<mask>", "[MASK]"),
 }
 
-# How LLaMA 3 and Qwen2 cut words; they differ in how many digits may stay together.
+# How LLaMA 3 and Qwen2 split text into words; they differ in how many digits stay together.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -37,12 +37,12 @@ _WORDS = (
 
 @contextmanager
 def parse_errors(path: Path, kind: str) -> Generator[None, None, None]:
-    """Whatever a broken file makes a parser do becomes one CheckpointError."""
+    """Turn every error that a broken file causes in a parser into a CheckpointError."""
     try:
         yield
     except (ClearheadError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a Rust panic inside `tokenizers` is no Exception
+    except BaseException as error:  # a Rust panic in `tokenizers` is not an Exception
         raise CheckpointError(
             f"{path} does not read as {kind}: {type(error).__name__}: {error!s:.200}; fetch or export the file again"
         ) from error
@@ -55,7 +55,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; an empty one where there is no such file."""
+    """The JSON object in a file; an empty one if there is no such file."""
     if not path.is_file():
         return {}
     with parse_errors(path, "JSON"):
@@ -74,18 +74,18 @@ def read_vocab(path: Path) -> dict[str, int]:
 
 
 def finish(core: tokenizers.Tokenizer, folder: Path) -> Tokenizer:
-    """The tokenizer with its roles and its chat template, as the files beside it say."""
+    """The tokenizer with the roles and the chat template that the files in `folder` define."""
     config = read_json(folder / "tokenizer_config.json")
     named = {**read_json(folder / "special_tokens_map.json"), **config}
     numbered = {**read_json(folder / "config.json"), **read_json(folder / "generation_config.json")}
     roles = by_convention(core)
     for role in ROLES:
-        # BERT's [CLS] and [SEP] are what begins and ends a text.
+        # BERT's [CLS] and [SEP] have the roles bos and eos.
         keys = [f"{role}_token", {"bos": "cls_token", "eos": "sep_token"}.get(role, "")]
         number = numbered.get(f"{role}_token_id")
         number = number[0] if isinstance(number, list) and number else number
         if given := [_content(named[key]) for key in keys if key in named]:
-            # Naming no token, or one that the vocabulary lacks, is an answer too: this role has no id.
+            # If the field is null, or names a token that the vocabulary lacks, the role has no id.
             token = next((token for token in given if token), None)
             roles[role] = None if token is None else core.token_to_id(token)
         elif type(number) is int and 0 <= number < 2**32 and core.id_to_token(number) is not None:  # some write -1
@@ -101,24 +101,24 @@ def finish(core: tokenizers.Tokenizer, folder: Path) -> Tokenizer:
 
 
 def by_convention(core: tokenizers.Tokenizer) -> dict[str, int | None]:
-    """Roles from the names of the special tokens."""
+    """The id of each role, found by the names of the special tokens."""
     known = {token.content: id for id, token in core.get_added_tokens_decoder().items() if token.special}
     return {role: next((known[name] for name in names if name in known), None) for role, names in CONVENTION.items()}
 
 
 def _content(token: Any) -> str | None:
-    """A token as these files write it: its text, or an object with the text inside."""
+    """The text of a token, which these files write as a string or as an object."""
     found = token.get("content") if isinstance(token, Mapping) else token
     return found if isinstance(found, str) else None
 
 
 def add_special(core: tokenizers.Tokenizer, tokens: Iterable[str | None]) -> None:
-    """Marks tokens of the vocabulary as special; those it lacks stay out."""
+    """Mark tokens as special, if the vocabulary has them."""
     core.add_special_tokens([token for token in tokens if token and core.token_to_id(token) is not None])
 
 
 def add_listed(core: tokenizers.Tokenizer, folder: Path) -> None:
-    """The tokens that added_tokens.json or tokenizer_config.json append to a vocabulary, each at the id listed."""
+    """Add the tokens that added_tokens.json or tokenizer_config.json list, each at its id."""
     listed: dict[int, AddedToken] = {}
     with parse_errors(folder, "a list of added tokens"):
         for content, id in read_json(folder / "added_tokens.json").items():
@@ -135,21 +135,21 @@ def add_listed(core: tokenizers.Tokenizer, folder: Path) -> None:
 
 
 def surround(core: tokenizers.Tokenizer, before: Sequence[str | None], after: Sequence[str | None]) -> None:
-    """What `special=True` puts around a text."""
+    """Set the tokens that `special=True` puts before and after a text."""
     before, after = [t for t in before if t], [t for t in after if t]
     ids = [(token, core.token_to_id(token)) for token in dict.fromkeys([*before, *after])]
     core.post_processor = processors.TemplateProcessing(single=[*before, "$A", *after], special_tokens=ids)
 
 
 def byte_alphabet() -> list[str]:
-    """GPT-2's visible stand-in for each of the 256 bytes: itself where printable, else the next one from 256 on."""
+    """GPT-2's visible character for each of the 256 bytes: itself if printable, else the next one from 256 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     hidden = [byte for byte in range(256) if byte not in printable]
     return [chr(byte if byte in printable else 256 + hidden.index(byte)) for byte in range(256)]
 
 
 def byte_level_bpe(vocab: dict[str, int], merges: list[tuple[str, str]], words: str = "gpt-2") -> tokenizers.Tokenizer:
-    """BPE over bytes; `words` is llama.cpp's name for the way text is cut into words first."""
+    """BPE over bytes; `words` is llama.cpp's name of the rule that first splits text into words."""
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     cuts: dict[str, Any] = {
         "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
@@ -161,7 +161,7 @@ def byte_level_bpe(vocab: dict[str, int], merges: list[tuple[str, str]], words: 
     }
     if words not in cuts:
         raise CheckpointError(f"no way to cut words is known as {words!r} here; {did_you_mean(words, cuts)}")
-    # LLaMA 3 takes a whole word that is in the vocabulary even where no merges lead to it.
+    # LLaMA 3 uses a whole word that is in the vocabulary even if no merges lead to it.
     core = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=words == "llama-bpe"))
     core.pre_tokenizer = cuts[words]
     core.decoder = decoders.ByteLevel()
@@ -171,10 +171,10 @@ def byte_level_bpe(vocab: dict[str, int], merges: list[tuple[str, str]], words: 
 
 
 def derive_merges(ranked: Iterable[str], known: Collection[str]) -> list[tuple[str, str]]:
-    """Every way to join two known pieces into a third, best third first.
+    """All pairs of known pieces that join to a piece in `ranked`, in the order of `ranked`.
 
-    Encoders that merge by score or rank take the best pair whose join is a piece, whatever its halves; a merge list
-    that names all halves does the same.
+    SentencePiece and tiktoken merge the pair whose result ranks best, whatever its halves. A merge list with all halves of each
+    piece does the same.
     """
     merges: list[tuple[str, str]] = []
     for piece in ranked:

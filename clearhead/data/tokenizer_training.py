@@ -19,7 +19,7 @@ from clearhead.errors import ConfigError, InputError, did_you_mean
 Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Kind = Literal["bpe", "unigram", "wordpiece", "bytes", "chars"]
 _KINDS = ("bpe", "unigram", "wordpiece", "bytes", "chars")
-# Moves a character into the planes for private use: how a letter inside a word is told from one at its start.
+# Added to the code of a letter inside a word, to mark it: the result is in Unicode's private-use planes.
 _INSIDE = 0xF0000
 
 
@@ -35,17 +35,17 @@ def train_tokenizer(
     add_eos: bool = False,
     progress: bool = False,
 ) -> Tokenizer:
-    """A tokenizer learnt from `files` (UTF-8) or from an iterable of `texts`; the same corpus gives the same one.
+    """A tokenizer trained on `files` (UTF-8) or on an iterable of `texts`; equal corpora give equal tokenizers.
 
-    "bpe" and "unigram" work on bytes, so every text comes back exactly; "bytes" has one entry for each of the 256 and
-    needs no corpus; "chars" has one for every character seen; "wordpiece" is BERT's, which forgets spacing. Special
-    tokens come first, in the order given. `vocab_size` counts everything (8192 where it is not given) and is a limit:
-    a small corpus may fill less of it. `split_digits` makes every digit a token of its own. `add_bos` and `add_eos`
-    say what `encode(special=True)` adds. `progress` lets `tokenizers` draw its bars on stderr.
+    "bpe" and "unigram" work on bytes, so decoding restores every text exactly; "bytes" has an entry for each of the 256 bytes
+    and needs no corpus; "chars" has one for every character in the corpus; "wordpiece" is BERT's, which loses spacing. Special
+    tokens come first, in the order given. `vocab_size` (default 8192) includes them and is a limit: a small corpus may give
+    fewer entries. `split_digits` makes every digit its own token. `add_bos` and `add_eos` say what `encode(special=True)` adds.
+    With `progress`, `tokenizers` draws progress bars on stderr.
 
-    The library's unigram trainer only considers strings that at least two different letters (or a letter and the end of
-    a word) follow somewhere. English text comes out within 2% of SentencePiece's length; a corpus of few, never varied
-    words comes out much longer: take "bpe" for it.
+    The library's unigram trainer only considers strings that are followed by at least two different letters (or a letter and
+    the end of a word) somewhere. English text takes at most 2% more tokens than with SentencePiece; a corpus of few words that
+    never vary takes many more: use "bpe" for it.
     """
     if kind not in _KINDS:
         raise ConfigError(f"no tokenizer is of kind {kind!r}; {did_you_mean(kind, _KINDS)}")
@@ -64,7 +64,7 @@ def train_tokenizer(
         corpus = chain([first], corpus)
     try:
         core = _learn(corpus, kind, vocab_size or 8192, list(special), unk, split_digits, progress)
-    except UnicodeEncodeError as error:  # a lone surrogate, which no file but a Python str can hold
+    except UnicodeEncodeError as error:  # a lone surrogate, which a Python str can contain, but no file
         raise InputError(f"a text to train on is not valid Unicode: {error}; remove what is no text") from error
     _check_size(vocab_size, core.get_vocab_size(), kind)
 
@@ -92,14 +92,14 @@ def _learn(
     if kind == "bpe":
         core.train_from_iterator(corpus, trainers.BpeTrainer(initial_alphabet=byte_alphabet(), **common))
     elif kind == "unigram":
-        # Cut at spaces only, as SentencePiece does. With GPT-2's cut the same text took a third more tokens (measured:
-        # tinyshakespeare's first 300 kB, 4000 entries, 122k against 93k).
+        # Split at spaces only, as SentencePiece does. With GPT-2's rule the same text took a third more tokens (122k against
+        # 93k for the first 300 kB of tinyshakespeare with 4,000 entries).
         words = pre_tokenizers.Split(Regex(r" ?\S+|\s+(?!\S)|\s+"), "isolated")
         core.pre_tokenizer = pre_tokenizers.Sequence([*digits, words, bytes_only])
         core.model = models.Unigram()
         trainer = trainers.UnigramTrainer(initial_alphabet=byte_alphabet(), unk_token=unk, **common)
         core.train_from_iterator(corpus, trainer)
-        core.model = _settle(core, special, unk)
+        core.model = _deterministic(core, special, unk)
     elif kind == "wordpiece":
         core.normalizer = normalizers.BertNormalizer(lowercase=False)
         core.pre_tokenizer = pre_tokenizers.Sequence([*digits, pre_tokenizers.BertPreTokenizer()])
@@ -121,11 +121,11 @@ def _number(tokens: Iterable[str]) -> dict[str, int]:
     return {token: id for id, token in enumerate(dict.fromkeys(tokens))}
 
 
-def _settle(core: tokenizers.Tokenizer, special: list[str], unk: str | None) -> models.Unigram:
-    """The trained model without what differs from run to run.
+def _deterministic(core: tokenizers.Tokenizer, special: list[str], unk: str | None) -> models.Unigram:
+    """The trained model without the differences between runs.
 
-    The trainer sums in the order of a hash table, so the last digits of a score vary, and gives the bytes that the
-    corpus lacks scores 0.0001 apart in a random order.
+    The trainer sums in the order of a hash table, so the last digits of a score vary; and bytes that are not in the corpus get
+    scores that are 0.0001 apart, in random order.
     """
     learnt = json.loads(core.to_str())["model"]["vocab"][len(special) :]
     least = min(score for _, score in learnt)
@@ -137,10 +137,10 @@ def _settle(core: tokenizers.Tokenizer, special: list[str], unk: str | None) -> 
 def _learn_wordpieces(
     core: tokenizers.Tokenizer, corpus: Iterable[str], trainer: trainers.BpeTrainer
 ) -> dict[str, int]:
-    """WordPiece's vocabulary by plain BPE over words whose inner letters are marked.
+    """A WordPiece vocabulary, made by plain BPE over words whose inner letters are marked.
 
-    The library's own WordPiece trainer numbers those letters in the order of a hash table and breaks ties by number,
-    so no two runs agree.
+    The library's WordPiece trainer numbers the inner letters in the order of a hash table and breaks ties by number, so two
+    runs give different results.
     """
     inside = {code: code + _INSIDE for code in range(0x20000)}
     plain = tokenizers.Tokenizer(models.BPE())
@@ -171,7 +171,7 @@ def _read(files: Files, texts: Iterable[str] | None) -> Iterator[str]:
         yield text
     for path in paths:
         with path.open("rb") as file:
-            # The line ending stays: a newline is text too.
+            # With its line ending: a newline is text too.
             for number, line in enumerate(file, 1):
                 try:
                     yield line.decode()

@@ -1,7 +1,7 @@
-"""A text store as one stream of tokens, seen through windows of equal length, for language models.
+"""A text store as one stream of tokens, cut into windows of equal length, for language models.
 
-Documents follow one another without padding. `batch` numbers them, so that a mask (`layers.masks.documents`) can keep each
-token to its own.
+Documents follow one another without padding. `batch` numbers them, so that a mask (`layers.masks.documents`) can restrict
+attention to each token's own document.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from clearhead.errors import InputError
 
 
 def split_stream(n_tokens: int, share: float) -> int:
-    """Where the last `share` of a stream begins: train on what is before it, validate on the rest."""
+    """The start of the last `share` of a stream: the tokens before it are for training, the others for validation."""
     return int(n_tokens * (1 - share))
 
 
 class Windows:
-    """Windows of `length` + 1 tokens (a model's input and, one further, its targets) over tokens `start` to `stop`.
+    """Windows of `length` + 1 tokens (a model's input and its targets, shifted by one) over tokens `start` to `stop`.
 
-    In training the cut is shifted by another number of tokens in every epoch, so that no epoch repeats the windows of another;
-    less than one window of tokens is left out at each end. In an evaluation all tokens come once, in order.
+    In training, every epoch shifts the windows by another number of tokens, so that epochs do not repeat windows; less than one
+    window of tokens is skipped at each end. In an evaluation every token comes once, in order.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Windows:
         self._order = RowOrder(self._n, rows_per_step, seed)
 
     def __len__(self) -> int:
-        """Windows in an epoch of training."""
+        """The number of windows in an epoch of training."""
         return self._n
 
     def starts(self, step: int) -> NDArray[np.int64]:
-        """Where the `rows_per_step` windows of a training step begin: a pure function of (seed, step)."""
+        """The starts of the `rows_per_step` windows of a training step: a pure function of (seed, step)."""
         return np.concatenate(
             [self.start + self._shift(epoch) + rows * self.length for epoch, rows in self._order.parts(step)]
         )
@@ -68,11 +68,11 @@ class Windows:
         return int(draw(self.seed + 1, epoch).integers(self._slack))
 
     def in_order(self) -> NDArray[np.int64]:
-        """Where the windows of an evaluation begin; the last may be shorter than the others."""
+        """The starts of the windows of an evaluation; the last one may be shorter."""
         return np.arange(self.start, self.stop - 1, self.length)
 
     def batch(self, starts: NDArray[np.int64]) -> tuple[Int[Tensor, "n length"], Int[Tensor, "n length"]]:
-        """Tokens of the windows, and the number of the document that each is of; where a window ends early, 0 and -1."""
+        """The tokens of the windows, and the number of each token's document. After the end of the stream these are 0 and -1."""
         assert self._column.offsets is not None
         places = starts[:, None] + np.arange(self.length + 1)
         inside = places < self.stop

@@ -1,7 +1,7 @@
 """BERT (Devlin et al. 2018) and MiniLM: an encoder with learned positions and segments, norm after each step, gelu, a pooler.
 
-A masked language model's pooler and next-sentence head are kept, not computed with. A sentence embedder (a folder of
-sentence-transformers) pools the states as its modules say, and keeps the pooler too.
+The pooler and the next-sentence head of a masked language model are kept for saving but not computed with. So is the pooler of
+a sentence embedder (a folder of sentence-transformers), which pools the states as its modules say.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from clearhead.families.config_translation import (
     both,
     labels,
     pooling,
+    read_bert_sizes,
     refuse,
     refuse_to_write,
     take,
     write_activation,
+    write_bert_sizes,
     write_labels,
     write_pooling,
 )
@@ -57,23 +59,17 @@ EXTRAS: tuple[str, ...] = ("*pooler.dense.*", "cls.seq_relationship.*", "cls.pre
 def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
     refuse(theirs, position_embedding_type=(None, "absolute"))
     return dict(
-        d_model=take(theirs, "hidden_size"),
-        n_layers=take(theirs, "num_hidden_layers"),
-        n_heads=take(theirs, "num_attention_heads"),
-        d_ff=take(theirs, "intermediate_size"),
+        **read_bert_sizes(theirs),
         vocab_size=take(theirs, "vocab_size"),
         max_len=take(theirs, "max_position_embeddings"),
         n_segments=take(theirs, "type_vocab_size", 2),
         feedforward=activation(theirs, "hidden_act", "gelu"),
-        norm_eps=take(theirs, "layer_norm_eps", 1e-12),
-        dropout=take(theirs, "hidden_dropout_prob", 0.0),
-        attention_dropout=take(theirs, "attention_probs_dropout_prob", 0.0),
-        **_read_end(theirs, keys),
+        **_read_head(theirs, keys),
     )
 
 
-def _read_end(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
-    """What the model ends in: the file's keys tell."""
+def _read_head(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
+    """The fields of head and pooler. The file's keys show which of them the model has."""
     pooler = "pooler.dense.weight" in keys
     if "cls.predictions.transform.dense.weight" in keys:
         tied = theirs.get("tie_word_embeddings", True)
@@ -104,17 +100,11 @@ def write(config: Config) -> dict[str, Any]:
     return dict(
         model_type="bert",
         architectures=[kind],
-        hidden_size=config.d_model,
-        num_hidden_layers=config.n_layers,
-        num_attention_heads=config.n_heads,
-        intermediate_size=config.d_ff,
+        **write_bert_sizes(config),
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_len,
         type_vocab_size=config.n_segments,
         hidden_act=write_activation(config),
-        layer_norm_eps=config.norm_eps,
-        hidden_dropout_prob=config.dropout,
-        attention_probs_dropout_prob=config.attention_dropout,
         tie_word_embeddings=config.tie_embeddings or config.head != "tokens",
         **write_labels(config),
         **write_pooling(config),
@@ -122,7 +112,7 @@ def write(config: Config) -> dict[str, Any]:
 
 
 def added(config: Config) -> dict[str, Any]:
-    """The bias that an untied head does not use (see `_token_head`)."""
+    """The bias that the layout has beside an untied head and does not use (see `_token_head`)."""
     import torch
 
     unused = config.head == "tokens" and not config.tie_embeddings
@@ -130,7 +120,7 @@ def added(config: Config) -> dict[str, Any]:
 
 
 def norm(theirs: str, ours: str) -> list[NameRow]:
-    """A norm's weight and bias, under the names of today and of TensorFlow's time."""
+    """A norm's weight and bias, under their current names and under the older ones of TensorFlow."""
     return [*both(theirs, ours), (f"{theirs}.gamma", f"{ours}.weight"), (f"{theirs}.beta", f"{ours}.bias")]
 
 
@@ -155,7 +145,7 @@ def names(config: Config) -> list[NameRow]:
 
 
 def _token_head(config: Config) -> list[NameRow]:
-    """A tied head's bias stands beside the decoder, an untied one's in it; what stands beside it then is not used."""
+    """With a tied head the bias is `cls.predictions.bias`; with an untied one `decoder.bias` is used, and the first is not."""
     return [
         *both("cls.predictions.transform.dense", "head.dense"),
         *norm("cls.predictions.transform.LayerNorm", "head.norm"),

@@ -1,6 +1,6 @@
-"""What the pages share to read other libraries' config.json: translated fields, and refusals.
+"""Functions that the family modules share to translate config.json of other libraries to our fields, and back.
 
-A field that would change the result and that we can not honour is an error, never ignored.
+A field that would change the result and that we do not support is an error; it is never ignored.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 from clearhead.config import Config
 from clearhead.errors import CheckpointError, did_you_mean
 
+# A row of a table of tensor names: theirs, ours, and optionally the layout (see checkpoint/tensor_names.py).
 NameRow = tuple[str, str | tuple[str, ...]] | tuple[str, str | tuple[str, ...], str]
 
 ACTIVATIONS = {
@@ -25,7 +26,7 @@ ACTIVATIONS = {
     "relu_squared": "relu2",
 }
 
-# Fields of other models that change what a model computes, with the value that means "not used".
+# Fields of other models that change what a model computes, with the values that mean "not used".
 FOREIGN: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
@@ -51,7 +52,7 @@ FOREIGN: dict[str, tuple[Any, ...]] = {
 
 
 class Keys(dict[str, str]):
-    """What a file holds: each tensor's name in the tables, and its key in the file. `tensor` reads one that tells a fact."""
+    """The tensors of a file: name in the tables -> key in the file. `tensor` reads one whose numbers the config depends on."""
 
     def __init__(self, keys: Mapping[str, str], read: Callable[[str], Any]) -> None:
         super().__init__(keys)
@@ -62,16 +63,73 @@ class Keys(dict[str, str]):
 
 
 def both(theirs: str, ours: str) -> list[NameRow]:
-    """The two rows of a layer with a weight and a bias."""
+    """The two rows of a module that has a weight and a bias."""
     return [(f"{theirs}.weight", f"{ours}.weight"), (f"{theirs}.bias", f"{ours}.bias")]
 
 
 def take(theirs: Mapping[str, Any], field: str, default: Any = None) -> Any:
-    """A field that must be there, unless it has a default."""
+    """The value of a field. It must be there, unless a default is given."""
     value = theirs.get(field, default)
     if value is None and default is None:
         raise CheckpointError(f"config.json has no {field!r}; it has {sorted(theirs)[:12]}; is it this model's own?")
     return default if value is None else value
+
+
+def read_bert_sizes(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that BERT, ESM and ViT have in common."""
+    return dict(
+        d_model=take(theirs, "hidden_size"),
+        n_layers=take(theirs, "num_hidden_layers"),
+        n_heads=take(theirs, "num_attention_heads"),
+        d_ff=take(theirs, "intermediate_size"),
+        norm_eps=take(theirs, "layer_norm_eps", 1e-12),
+        dropout=take(theirs, "hidden_dropout_prob", 0.0),
+        attention_dropout=take(theirs, "attention_probs_dropout_prob", 0.0),
+    )
+
+
+def write_bert_sizes(config: Config) -> dict[str, Any]:
+    return dict(
+        hidden_size=config.d_model,
+        num_hidden_layers=config.n_layers,
+        num_attention_heads=config.n_heads,
+        intermediate_size=config.d_ff,
+        layer_norm_eps=config.norm_eps,
+        hidden_dropout_prob=config.dropout,
+        attention_probs_dropout_prob=config.attention_dropout,
+    )
+
+
+def read_bart_sizes(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that Marian and Whisper have in common, both descendants of BART."""
+    return dict(
+        d_model=take(theirs, "d_model"),
+        n_layers=take(theirs, "encoder_layers"),
+        n_decoder_layers=take(theirs, "decoder_layers"),
+        n_heads=same(theirs, "encoder_attention_heads", "decoder_attention_heads"),
+        d_ff=same(theirs, "encoder_ffn_dim", "decoder_ffn_dim"),
+        feedforward=activation(theirs, "activation_function"),
+        dropout=take(theirs, "dropout", 0.0),
+        attention_dropout=take(theirs, "attention_dropout", 0.0),
+        tie_embeddings=theirs.get("tie_word_embeddings", True),
+    )
+
+
+def write_bart_sizes(config: Config) -> dict[str, Any]:
+    return dict(
+        d_model=config.d_model,
+        encoder_layers=config.n_layers,
+        decoder_layers=config.n_decoder_layers,
+        encoder_attention_heads=config.n_heads,
+        decoder_attention_heads=config.n_heads,
+        encoder_ffn_dim=config.d_ff,
+        decoder_ffn_dim=config.d_ff,
+        activation_function=write_activation(config),
+        dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
+        tie_word_embeddings=config.tie_embeddings,
+        is_encoder_decoder=True,
+    )
 
 
 def activation(theirs: Mapping[str, Any], field: str, default: str | None = None) -> str:
@@ -88,7 +146,7 @@ def write_activation(config: Config) -> str:
 
 
 def refuse(theirs: Mapping[str, Any], **neutral: tuple[Any, ...]) -> None:
-    """Each of these fields, and the foreign ones, must be absent or neutral."""
+    """Raise an error if one of these fields, or of `FOREIGN`, has a value that is not neutral."""
     for field, values in {**FOREIGN, **neutral}.items():
         if field in theirs and theirs[field] not in values:
             raise CheckpointError(
@@ -98,7 +156,7 @@ def refuse(theirs: Mapping[str, Any], **neutral: tuple[Any, ...]) -> None:
 
 
 def labels(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The classes: their number, and their names where they are more than LABEL_0, LABEL_1 ..."""
+    """The number of classes, and their names unless they are the default LABEL_0, LABEL_1 ..."""
     named: Mapping[str, str] = theirs.get("id2label") or {}
     n_classes = theirs.get("num_labels") or len(named) or 2
     plain = n_classes != len(named) or all(name == f"LABEL_{i}" for i, name in named.items())
@@ -113,7 +171,7 @@ def write_labels(config: Config) -> dict[str, Any]:
 
 
 def pooling(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """What sentence-transformers' modules make of the states, in place of the model's own pooler; nothing where there are none."""
+    """The pooling that sentence-transformers' modules define, in place of the model's own pooler; {} without such modules."""
     if "modules" not in theirs:
         return {}
     fields: dict[str, Any] = dict(pooler=False)
@@ -136,16 +194,16 @@ POOLS = {"mean": "mean", "mean_tokens": "mean", "cls": "first", "cls_token": "fi
 
 
 def _pool_of(module: Mapping[str, Any]) -> str:
-    """The one way of pooling; once there was a switch for each, today one field names it."""
-    switched = [name.removeprefix("pooling_mode_") for name, value in module.items() if value is True]
-    modes = [mode for mode in [module.get("pooling_mode"), *switched] if mode not in (None, "include_prompt")]
+    """The pooling mode. Older files have a boolean for each mode, newer ones a single field with its name."""
+    switches = [name.removeprefix("pooling_mode_") for name, value in module.items() if value is True]
+    modes = [mode for mode in [module.get("pooling_mode"), *switches] if mode not in (None, "include_prompt")]
     if len(modes) != 1 or modes[0] not in POOLS:
         raise CheckpointError(f"1_Pooling/config.json's pooling_mode is {modes}; supported is one of cls, mean, max")
     return POOLS[modes[0]]
 
 
 def write_pooling(config: Config) -> dict[str, Any]:
-    """The modules, where the model ends in states or in what is pooled of them without a dense layer."""
+    """The modules of a model without a head and without a pooler."""
     if config.head != "none" or config.pooler:
         return {}
     modes = dict(cls_token="first", mean_tokens="mean", max_tokens="max")
@@ -155,7 +213,7 @@ def write_pooling(config: Config) -> dict[str, Any]:
 
 
 def same(theirs: Mapping[str, Any], *names: str) -> Any:
-    """Fields that must agree, because one of ours stands for all of them."""
+    """The value of several fields that must be equal, because we have one field for all of them."""
     values = [theirs[name] for name in names if theirs.get(name) is not None]
     if not values or any(value != values[0] for value in values):
         raise CheckpointError(
@@ -164,13 +222,13 @@ def same(theirs: Mapping[str, Any], *names: str) -> Any:
     return values[0]
 
 
-def refuse_to_write(config: Config, target: str, **wanted: Any) -> None:
-    """Each of these fields must have the one value that the target's layout can express."""
-    for field, value in wanted.items():
-        got = getattr(config, field)
+def refuse_to_write(config: Config, target: str, **expressible: Any) -> None:
+    """Raise an error if one of these fields has a value that the target's layout can not express."""
+    for field, value in expressible.items():
+        actual = getattr(config, field)
         values = value if isinstance(value, tuple) else (value,)
-        if got not in values:
+        if actual not in values:
             raise CheckpointError(
-                f"{target} has no place for {field}={got!r}; it can only hold {' or '.join(map(repr, values))}; "
+                f"{target} has no place for {field}={actual!r}; it can only hold {' or '.join(map(repr, values))}; "
                 f"save with format='clearhead'"
             )

@@ -1,7 +1,7 @@
 """ESM-2 (Lin et al. 2023): an encoder over amino acids with rotary positions, norm before each step, gelu.
 
-It was trained with token dropout (`dropped_token`) and with rotary frequencies in float16 (`rotary_precision`), and answers
-rightly only with both. The weights of its contact head, which reads attention maps, are kept, not computed with.
+It was trained with token dropout (`dropped_token`) and with rotary frequencies in float16 (`rotary_precision`), and its output is
+right only with both. The weights of its contact head, which reads attention maps, are kept for saving but not computed with.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from clearhead.families.config_translation import (
     NameRow,
     both,
     labels,
+    read_bert_sizes,
     refuse,
     refuse_to_write,
     take,
+    write_bert_sizes,
     write_labels,
 )
 
@@ -46,40 +48,33 @@ SIZES: dict[str, dict[str, Any]] = {
 HF: tuple[str, ...] = ("esm",)
 PREFIX = "esm."
 HEADS: tuple[str, ...] = ("lm_head.", "classifier.")
-# The first files hold a table of positions too, though theirs are rotary.
+# Older files also have a table of positions, though the model uses rotary ones.
 UNUSED: tuple[str, ...] = (
     "*embeddings.position_ids",
     "*embeddings.position_embeddings.weight",
-    "*rotary_embeddings.inv_freq",  # `rotary_precision` says all of it
+    "*rotary_embeddings.inv_freq",  # computed from `rotary_base` and `rotary_precision`
 )
 EXTRAS: tuple[str, ...] = ("*contact_head.*",)
 
 
 def read(theirs: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
     refuse(theirs, position_embedding_type=("rotary",), is_folding_model=(None, False), hidden_act=(None, "gelu"))
-    take(theirs, "position_embedding_type")  # left out, it would mean absolute positions: ESM-1b
-    d_model, n_heads = take(theirs, "hidden_size"), take(theirs, "num_attention_heads")
-    base = take(theirs, "rope_theta", 10_000.0)
+    take(theirs, "position_embedding_type")  # without the field, positions are absolute: ESM-1b
+    sizes, base = read_bert_sizes(theirs), take(theirs, "rope_theta", 10_000.0)
     return dict(
-        d_model=d_model,
-        n_layers=take(theirs, "num_hidden_layers"),
-        n_heads=n_heads,
-        d_ff=take(theirs, "intermediate_size"),
+        **sizes,
         vocab_size=take(theirs, "vocab_size"),
         max_len=take(theirs, "max_position_embeddings", 1026),
         embedding_norm=theirs.get("emb_layer_norm_before") or False,
         dropped_token=take(theirs, "mask_token_id") if theirs.get("token_dropout") else -1,
-        norm_eps=take(theirs, "layer_norm_eps", 1e-12),
-        dropout=take(theirs, "hidden_dropout_prob", 0.0),
-        attention_dropout=take(theirs, "attention_probs_dropout_prob", 0.0),
         rotary_base=base,
-        rotary_precision=_read_precision(keys, d_head=d_model // n_heads, base=base),
-        **_read_end(theirs, keys),
+        rotary_precision=_read_precision(keys, d_head=sizes["d_model"] // sizes["n_heads"], base=base),
+        **_read_head(theirs, keys),
     )
 
 
 def _read_precision(keys: Keys, *, d_head: int, base: float) -> str:
-    """To what the stored frequencies are rounded. transformers computes with what is stored, so must we."""
+    """The type to which the stored frequencies are rounded. transformers computes with the stored ones, so must we."""
     import torch
 
     from clearhead.layers.positions import Rotary
@@ -98,8 +93,8 @@ def _read_precision(keys: Keys, *, d_head: int, base: float) -> str:
     )
 
 
-def _read_end(theirs: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
-    """What the model ends in: the file's keys tell."""
+def _read_head(theirs: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
+    """The fields of head and pooler. The file's keys show which of them the model has."""
     if "lm_head.dense.weight" in keys:
         tied = theirs.get("tie_word_embeddings", True)
         return dict(head="tokens", head_transform=True, head_bias="learned", tie_embeddings=tied)
@@ -125,10 +120,7 @@ def write(config: Config) -> dict[str, Any]:
     return dict(
         model_type="esm",
         architectures=[kind],
-        hidden_size=config.d_model,
-        num_hidden_layers=config.n_layers,
-        num_attention_heads=config.n_heads,
-        intermediate_size=config.d_ff,
+        **write_bert_sizes(config),
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_len,
         position_embedding_type="rotary",
@@ -136,17 +128,14 @@ def write(config: Config) -> dict[str, Any]:
         emb_layer_norm_before=config.embedding_norm,
         token_dropout=config.dropped_token >= 0,
         mask_token_id=config.dropped_token if config.dropped_token >= 0 else None,
-        pad_token_id=1,  # transformers needs one; a checkpoint's own replaces it
-        layer_norm_eps=config.norm_eps,
-        hidden_dropout_prob=config.dropout,
-        attention_probs_dropout_prob=config.attention_dropout,
+        pad_token_id=1,  # transformers needs one; the checkpoint's own id replaces it
         tie_word_embeddings=config.tie_embeddings or config.head != "tokens",
         **write_labels(config),
     )
 
 
 def added(config: Config) -> dict[str, Any]:
-    """The frequencies, which this layout stores in each layer, and a contact head that knows nothing yet."""
+    """The rotary frequencies, which the layout stores in each layer, and a contact head of zeros."""
     import torch
 
     from clearhead.layers.positions import Rotary

@@ -1,7 +1,7 @@
 """GPT-2 and GPT-3 (Radford et al. 2019, Brown et al. 2020): a decoder with learned positions, norm before each step, tanh-gelu.
 
-GPT-3's published models alternate dense and banded sparse layers; these sizes are the dense equivalent. Where its table 2.1 does
-not multiply out (1.3B, 13B), the nearest width that does is used.
+GPT-3's published models alternate dense and banded sparse layers; these sizes are their dense equivalents. Where the width in
+its table 2.1 is not heads times head width (1.3B, 13B), the nearest width that is one is used.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def write(config: Config) -> dict[str, Any]:
         embd_pdrop=config.dropout,
         attn_pdrop=config.attention_dropout,
         tie_word_embeddings=config.tie_embeddings,
-        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # left out, these would become 50,256
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # without these, transformers would use 50,256
     )
 
 

@@ -1,6 +1,6 @@
-"""LLaMA and its kin: a decoder with rotary positions, RMS norm before each step, gated SiLU, grouped-query heads, no biases.
+"""LLaMA and its relatives: a decoder with rotary positions, RMS norm before each step, gated SiLU, grouped-query heads, no biases.
 
-Mistral adds a sliding window, Qwen2 biases on q, k and v; SmolLM2 and the small ones tie head and embedding.
+Mistral adds a sliding window, Qwen2 biases on q, k and v; SmolLM2 and other small models tie head and embedding.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
 
 
 def _read_window(theirs: Mapping[str, Any]) -> int:
-    """Mistral has one unless told otherwise; Qwen2 if told so, from layer `max_window_layers` on; LLaMA takes no notice."""
+    """The sliding window, 0 for none. Mistral has one by default; Qwen2 with `use_sliding_window`, from layer
+    `max_window_layers` on; LLaMA ignores the field."""
     kind, window = theirs.get("model_type"), theirs.get("sliding_window", 4096) or 0
     if kind == "mistral":
         return window
@@ -143,12 +144,12 @@ def _read_window(theirs: Mapping[str, Any]) -> int:
 
 
 def _read_rope(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Base and scaling: `rope_parameters` holds both today; `rope_theta` and `rope_scaling` held them before."""
+    """Base and scaling: in `rope_parameters` since transformers 5, before in `rope_theta` and `rope_scaling`."""
     rope: Mapping[str, Any] = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise CheckpointError(f"config.json's rope type {kind!r} is not supported; supported: default, linear, llama3")
-    refuse(rope)  # a partial rotation, say, which may stand here too
+    refuse(rope)  # such as a partial rotation, which may also be set here
     fields: dict[str, Any] = dict(rotary_base=rope.get("rope_theta") or theirs.get("rope_theta") or 10_000.0)
     if kind != "default":
         fields.update(rotary_scaling=kind, rotary_factor=take(rope, "factor"))
@@ -173,7 +174,7 @@ def write(config: Config) -> dict[str, Any]:
     if config.window and kind == "llama":
         refuse_to_write(config, "Mistral's layout", attention_bias="")
         kind = "mistral"
-    if kind == "llama" and config.d_model % config.n_heads:  # transformers insists, though d_head is given
+    if kind == "llama" and config.d_model % config.n_heads:  # transformers requires it, though d_head is given
         raise CheckpointError(
             f"LLaMA's layout has no place for d_model={config.d_model} with n_heads={config.n_heads}: one must be a multiple of "
             f"the other; save with format='clearhead'"
@@ -205,7 +206,7 @@ def write(config: Config) -> dict[str, Any]:
         attention_dropout=config.attention_dropout,
         tie_word_embeddings=config.tie_embeddings,
         rope_parameters=rope,
-        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # left out, these would become 1 and 2
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # without these, transformers would use 1 and 2
     )
     if kind == "llama":
         theirs["attention_bias"] = config.attention_bias == "qkvo"

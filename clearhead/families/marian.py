@@ -1,7 +1,7 @@
 """Marian (Junczys-Dowmunt et al. 2018), as in the OPUS-MT models: the original with SiLU, and sines before cosines.
 
-Its two tables of sinusoidal positions are computed, not stored, so they are not among the parameters here (2 x 512 x 512
-elsewhere); its bias on the logits is fixed: loaded and saved, not trained.
+Its two tables of sinusoidal positions are computed, not stored, so they do not count as parameters here (elsewhere they are
+2 x 512 x 512). The bias on its logits is fixed: loaded and saved, but not trained.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from typing import Any
 from clearhead.config import Config
 from clearhead.families.config_translation import (
     NameRow,
-    activation,
     both,
+    read_bart_sizes,
     refuse,
     refuse_to_write,
-    same,
     take,
-    write_activation,
+    write_bart_sizes,
 )
 
 BASE: dict[str, Any] = dict(
@@ -42,7 +41,7 @@ SIZES: dict[str, dict[str, Any]] = {
 HF: tuple[str, ...] = ("marian",)
 PREFIX = "model."
 HEADS: tuple[str, ...] = ("lm_head.", "final_logits_bias")
-# Old files store the sinusoids; where each side has an embedding of its own, a shared one is left over.
+# Old files store the sinusoids. Files with separate embeddings for source and target also have an unused shared one.
 UNUSED: tuple[str, ...] = ("*embed_positions.weight", "*shared.weight")
 EXTRAS: tuple[str, ...] = ()
 
@@ -51,21 +50,15 @@ def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
     refuse(theirs, add_final_layer_norm=(None, False), is_encoder_decoder=(None, True))
     vocab_size, tied = take(theirs, "vocab_size"), theirs.get("tie_word_embeddings", True)
     sizes: dict[str, Any] = dict(vocab_size=vocab_size)
-    if not theirs.get("share_encoder_decoder_embeddings", True) or not tied:  # nothing is shared where nothing is tied
+    if (
+        not theirs.get("share_encoder_decoder_embeddings", True) or not tied
+    ):  # without tying, transformers shares nothing
         sizes = dict(vocab_size=theirs.get("decoder_vocab_size") or vocab_size, source_vocab_size=vocab_size)
     return dict(
         **sizes,
-        d_model=take(theirs, "d_model"),
-        n_layers=take(theirs, "encoder_layers"),
-        n_decoder_layers=take(theirs, "decoder_layers"),
-        n_heads=same(theirs, "encoder_attention_heads", "decoder_attention_heads"),
-        d_ff=same(theirs, "encoder_ffn_dim", "decoder_ffn_dim"),
+        **read_bart_sizes(theirs),
         max_len=take(theirs, "max_position_embeddings", 512),
-        feedforward=activation(theirs, "activation_function"),
         embedding_scale=theirs.get("scale_embedding", False),
-        dropout=take(theirs, "dropout", 0.0),
-        attention_dropout=take(theirs, "attention_dropout", 0.0),
-        tie_embeddings=tied,
         head_bias="fixed" if "final_logits_bias" in keys else "none",
     )
 
@@ -78,29 +71,18 @@ def write(config: Config) -> dict[str, Any]:
         **dict(n_kv_heads=config.n_heads, d_head=config.d_model // config.n_heads, attention_scale=0.0, window=0),
         **dict(gated=False, head_transform=False, head_scale=False),
     )
-    if not config.source_vocab_size:  # transformers ties the two sides' embedding only where it ties the head
+    if not config.source_vocab_size:  # transformers shares the embedding of source and target only if the head is tied
         refuse_to_write(config, "Marian's layout with one embedding for source and target", tie_embeddings=True)
     return dict(
         model_type="marian",
         architectures=["MarianMTModel"],
-        d_model=config.d_model,
-        encoder_layers=config.n_layers,
-        decoder_layers=config.n_decoder_layers,
-        encoder_attention_heads=config.n_heads,
-        decoder_attention_heads=config.n_heads,
-        encoder_ffn_dim=config.d_ff,
-        decoder_ffn_dim=config.d_ff,
+        **write_bart_sizes(config),
         vocab_size=config.source_vocab_size or config.vocab_size,
         decoder_vocab_size=config.vocab_size,
         share_encoder_decoder_embeddings=config.source_vocab_size == 0,
         max_position_embeddings=max(config.max_len, config.max_source_len),
-        activation_function=write_activation(config),
         scale_embedding=config.embedding_scale,
-        dropout=config.dropout,
-        attention_dropout=config.attention_dropout,
-        tie_word_embeddings=config.tie_embeddings,
-        is_encoder_decoder=True,
-        # Left out, these would become the ids of a vocabulary of 58,101.
+        # Without these, transformers would use the ids of a vocabulary of 58,101.
         **dict.fromkeys(("pad_token_id", "eos_token_id", "forced_eos_token_id")),
     )
 
@@ -123,7 +105,7 @@ def _layers(stack: str) -> list[NameRow]:
     ]
 
 
-LAYERS: list[NameRow] = [*_layers("encoder"), *_layers("decoder")]  # Whisper's too
+LAYERS: list[NameRow] = [*_layers("encoder"), *_layers("decoder")]  # also Whisper's
 
 
 def names(config: Config) -> list[NameRow]:

@@ -3,10 +3,10 @@
 The paper's table 3 says 65 M and 213 M parameters. Its shared English-German vocabulary of about 37,000 gives 63.1 M and 214.2 M
 with every weight, bias and norm counted; 65.0 M takes 40,745 tokens at base size, 213.0 M takes 35,784 at big.
 
-It has no Hugging Face layout of its own; it is written as Marian's, which the marian page reads. Marian keeps all sines before all
-cosines where the paper alternates them, so the coordinates of the residual stream are written in Marian's order: wherever a
-tensor reads the stream or writes to it. Every number stays the same; only the order of summation changes. Refused is what Marian
-does not compute, and what would need tensors that the model does not have: biases, a second copy of an embedding beside its head.
+It has no Hugging Face layout of its own; it is saved in Marian's, which families/marian.py reads. Marian has all sines before all
+cosines where the paper alternates them, so the coordinates of the residual stream are saved in Marian's order, in every tensor
+that reads the stream or writes to it. All numbers stay the same; only the order of summation changes. A model that Marian can
+not compute is refused, and one that would need tensors it does not have: biases, or a second copy of an embedding for its head.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def write(config: Config) -> dict[str, Any]:
 
 
 def names(config: Config) -> list[NameRow]:
-    """Marian's table; where the model alternates sines and cosines, with each tensor's side of the stream in halves."""
+    """Marian's table. If the model alternates sines and cosines, each tensor's stream axis gets the layout of halves."""
     rows = marian.names(config)
     return rows if config.sinusoid_halves else [_in_halves(row) for row in rows]
 

@@ -1,7 +1,7 @@
-"""T5 (Raffel et al. 2020): buckets of relative distance, RMS norm before each step, scores unscaled, no biases.
+"""T5 (Raffel et al. 2020): relative positions in buckets, RMS norm before each step, unscaled scores, no biases.
 
-Version 1.0 has relu and a tied head that scales its input down; 1.1 (and Flan-T5) a gated tanh-gelu and a head of its own.
-An encoder alone (T5EncoderModel, as image generators use it) is read too.
+Version 1.0 has relu and a tied head that scales its input down; 1.1 (and Flan-T5) has a gated tanh-gelu and an untied head.
+An encoder without decoder (T5EncoderModel, as image generators use it) is read too.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
 
 
 def _read_feedforward(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Once "gated-gelu" said it all, and meant gelu_new; today `dense_act_fn` and `is_gated_act` stand beside it."""
+    """Older files have only `feed_forward_proj`, where "gated-gelu" means gelu_new; newer ones add `dense_act_fn` and
+    `is_gated_act`."""
     stated = str(take(theirs, "feed_forward_proj", "relu"))
     name = "gelu_new" if stated == "gated-gelu" else stated.removeprefix("gated-")
     field = "feed_forward_proj" if theirs.get("dense_act_fn") is None else "dense_act_fn"
@@ -85,8 +86,8 @@ def _read_feedforward(theirs: Mapping[str, Any]) -> dict[str, Any]:
 def _read_head(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
     """Whether the head is tied, and whether it scales its input.
 
-    Once, `tie_word_embeddings` said both, and files could hold a tied head a second time. Since transformers 5 it is always true:
-    `scale_decoder_outputs` says the second, and a head is in the file only if it is not tied.
+    Before transformers 5, `tie_word_embeddings` meant both, and files could store a tied head a second time. Now that field is
+    always true: `scale_decoder_outputs` means the scaling, and the file has a head only if it is not tied.
     """
     tied, own = theirs.get("tie_word_embeddings", True), "lm_head.weight" in keys
     if "scale_decoder_outputs" in theirs:

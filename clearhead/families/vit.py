@@ -1,6 +1,6 @@
 """Vision Transformers (Dosovitskiy et al. 2020) and DeiT (class token only): an encoder over patches, norm before each step.
 
-`load(path, image_size=384)` reads one for larger pictures than it was trained on (models/pictures.py).
+`load(path, image_size=384)` makes one for larger images than it was trained on: its positions are interpolated.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from clearhead.families.config_translation import (
     activation,
     both,
     labels,
+    read_bert_sizes,
     refuse,
     refuse_to_write,
     take,
     write_activation,
+    write_bert_sizes,
     write_labels,
 )
 
@@ -59,30 +61,24 @@ def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
             "config.json's model_type='deit' has a distillation token beside the class token, which is not supported; a DeiT "
             "without one is stored as model_type='vit': take that, such as facebook/deit-base-patch16-224"
         )
-    d_model = take(theirs, "hidden_size")
-    refuse(theirs, pooler_act=(None, "tanh"), pooler_output_size=(None, d_model))
+    sizes = read_bert_sizes(theirs)
+    refuse(theirs, pooler_act=(None, "tanh"), pooler_output_size=(None, sizes["d_model"]))
     head = "classes" if "classifier.weight" in keys else "none"
     return dict(
-        d_model=d_model,
-        n_layers=take(theirs, "num_hidden_layers"),
-        n_heads=take(theirs, "num_attention_heads"),
+        **sizes,
         d_head=theirs.get("head_dim") or 0,
-        d_ff=take(theirs, "intermediate_size"),
         image_size=_side(theirs, "image_size", 224),
         patch_size=_side(theirs, "patch_size", 16),
         n_channels=take(theirs, "num_channels", 3),
         attention_bias="qkvo" if theirs.get("qkv_bias", True) else "o",
         feedforward=activation(theirs, "hidden_act", "gelu"),
-        norm_eps=take(theirs, "layer_norm_eps", 1e-12),
-        dropout=take(theirs, "hidden_dropout_prob", 0.0),
-        attention_dropout=take(theirs, "attention_probs_dropout_prob", 0.0),
         pooler="pooler.dense.weight" in keys,
         **{"head": head, "n_classes": 0, **(labels(theirs) if head == "classes" else {})},
     )
 
 
 def _side(theirs: Mapping[str, Any], field: str, default: int) -> int:
-    """The one length of a square."""
+    """The side of a square; the field is a number or a pair of them."""
     value = take(theirs, field, default)
     sides = value if isinstance(value, list) else [value]
     if any(side != sides[0] for side in sides[1:]) or not sides:
@@ -104,19 +100,13 @@ def write(config: Config) -> dict[str, Any]:
     return dict(
         model_type="vit",
         architectures=["ViTForImageClassification" if classes else "ViTModel"],
-        hidden_size=config.d_model,
-        num_hidden_layers=config.n_layers,
-        num_attention_heads=config.n_heads,
+        **write_bert_sizes(config),
         **(dict(head_dim=config.d_head) if config.d_head * config.n_heads != config.d_model else {}),
-        intermediate_size=config.d_ff,
         image_size=config.image_size,
         patch_size=config.patch_size,
         num_channels=config.n_channels,
         qkv_bias=config.attention_bias == "qkvo",
         hidden_act=write_activation(config),
-        layer_norm_eps=config.norm_eps,
-        hidden_dropout_prob=config.dropout,
-        attention_probs_dropout_prob=config.attention_dropout,
         **write_labels(config),
     )
 
@@ -136,7 +126,7 @@ NAMES: list[NameRow] = [
     *both("layernorm", "norm"),
     *both("pooler.dense", "pool.dense"),
     *both("classifier", "head"),
-    # What transformers 5 calls them in memory, and in files if told to (save_original_format=False).
+    # The names that transformers 5 uses in memory, and in files with save_original_format=False.
     *both("layers.{i}.layernorm_before", "blocks.{i}.attention_norm"),
     *both("layers.{i}.attention.q_proj", "blocks.{i}.attention.q_proj"),
     *both("layers.{i}.attention.k_proj", "blocks.{i}.attention.k_proj"),

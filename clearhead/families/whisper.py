@@ -1,6 +1,6 @@
-"""Whisper (Radford et al. 2022): mel frames through two convolutions into an encoder, a decoder that writes the text.
+"""Whisper (Radford et al. 2022): mel frames pass two convolutions and an encoder; a decoder writes the text.
 
-Positions are tables on both sides; the encoder's holds fixed sinusoids. Keys carry no bias.
+Encoder and decoder have tables of positions; the encoder's holds fixed sinusoids. Key projections have no bias.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from typing import Any
 from clearhead.config import Config
 from clearhead.families.config_translation import (
     NameRow,
-    activation,
     both,
+    read_bart_sizes,
     refuse,
     refuse_to_write,
-    same,
     take,
-    write_activation,
+    write_bart_sizes,
 )
 from clearhead.families.marian import LAYERS
 
@@ -55,19 +54,11 @@ EXTRAS: tuple[str, ...] = ()
 def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
     refuse(theirs, scale_embedding=(None, False), is_encoder_decoder=(None, True))
     return dict(
-        d_model=take(theirs, "d_model"),
-        n_layers=take(theirs, "encoder_layers"),
-        n_decoder_layers=take(theirs, "decoder_layers"),
-        n_heads=same(theirs, "encoder_attention_heads", "decoder_attention_heads"),
-        d_ff=same(theirs, "encoder_ffn_dim", "decoder_ffn_dim"),
+        **read_bart_sizes(theirs),
         vocab_size=take(theirs, "vocab_size"),
         n_mels=take(theirs, "num_mel_bins"),
         max_len=take(theirs, "max_target_positions"),
         max_source_len=take(theirs, "max_source_positions"),
-        feedforward=activation(theirs, "activation_function"),
-        dropout=take(theirs, "dropout", 0.0),
-        attention_dropout=take(theirs, "attention_dropout", 0.0),
-        tie_embeddings=theirs.get("tie_word_embeddings", True),
     )
 
 
@@ -82,23 +73,12 @@ def write(config: Config) -> dict[str, Any]:
     return dict(
         model_type="whisper",
         architectures=["WhisperForConditionalGeneration"],
-        d_model=config.d_model,
-        encoder_layers=config.n_layers,
-        decoder_layers=config.n_decoder_layers,
-        encoder_attention_heads=config.n_heads,
-        decoder_attention_heads=config.n_heads,
-        encoder_ffn_dim=config.d_ff,
-        decoder_ffn_dim=config.d_ff,
+        **write_bart_sizes(config),
         vocab_size=config.vocab_size,
         num_mel_bins=config.n_mels,
         max_target_positions=config.max_len,
         max_source_positions=config.max_source_len,
-        activation_function=write_activation(config),
-        dropout=config.dropout,
-        attention_dropout=config.attention_dropout,
-        tie_word_embeddings=config.tie_embeddings,
-        is_encoder_decoder=True,
-        # Left out, these would become the ids of the English vocabulary.
+        # Without these, transformers would use the ids of the English vocabulary.
         **dict.fromkeys(("bos_token_id", "pad_token_id", "eos_token_id", "begin_suppress_tokens")),
     )
 

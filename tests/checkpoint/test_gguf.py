@@ -136,7 +136,7 @@ def test_every_quantisation(tmp_path: Path, kind: str) -> None:
     stored = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind, torch.float32)
     assert weights.dtypes == {"x": stored}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("clearhead.checkpoint.gguf_file.AT_ONCE", 3 * width)  # the last part is a short one
+        patch.setattr("clearhead.checkpoint.gguf_file.CHUNK", 3 * width)  # the last part is a short one
         read = weights.read("x")
         out = torch.empty(rows, width, dtype=torch.float64)
         weights.read_into("x", out)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clearhead.data import Findings, Policy, expand_files, find_images, read_labelled, read_pairs, read_texts
-from clearhead.data.corpora import PIECE
+from clearhead.data.corpora import MAX_PART
 from clearhead.errors import ConfigError, InputError, MissingExtraError
 
 KEEP = Policy(empty="keep")
@@ -63,7 +63,7 @@ def test_crlf_and_byte_order_mark(tmp_path: Path) -> None:
 
 def test_crlf_where_a_piece_is_cut(tmp_path: Path) -> None:
     for extra in range(-3, 3):
-        text = "x" * (PIECE + extra) + "\r\n" + "y" * (PIECE - 1) + "\r"
+        text = "x" * (MAX_PART + extra) + "\r\n" + "y" * (MAX_PART - 1) + "\r"
         assert documents(write(tmp_path / "a.txt", text)) == [text.replace("\r\n", "\n")]
 
 
@@ -92,8 +92,8 @@ def test_bad_bytes(tmp_path: Path) -> None:
 
 
 def test_a_bad_byte_in_a_long_line_ends_no_other(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.txt", b"x" * PIECE + b"\xff\nnext\n")
-    assert documents(file, documents="line", policy=Policy(bad_bytes="drop")) == ["x" * PIECE, "next"]
+    file = write(tmp_path / "a.txt", b"x" * MAX_PART + b"\xff\nnext\n")
+    assert documents(file, documents="line", policy=Policy(bad_bytes="drop")) == ["x" * MAX_PART, "next"]
 
 
 def test_empty_files(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_empty_files(tmp_path: Path) -> None:
 def test_ten_million_characters_without_a_line_end(tmp_path: Path, kind: Any) -> None:
     file = write(tmp_path / "a.txt", "é" * 5_000_011)
     pieces = list(read_texts(file, documents=kind))
-    assert max(len(piece.text) for piece in pieces) <= PIECE
+    assert max(len(piece.text) for piece in pieces) <= MAX_PART
     assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert sum(len(piece.text) for piece in pieces) == 5_000_011
 

@@ -27,7 +27,7 @@ from clearhead.data import (
     prepare_texts,
     train_tokenizer,
 )
-from clearhead.data.corpora import PIECE
+from clearhead.data.corpora import MAX_PART
 from clearhead.errors import CheckpointError, InputError
 from tests.shared_data import shared_data
 
@@ -172,7 +172,7 @@ def test_a_place_that_can_not_be_written(tmp_path: Path) -> None:
 
 
 def test_prepare_texts(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    texts = ["one\ntwo é\n", "x" * (2 * PIECE + 7), "THREE"]
+    texts = ["one\ntwo é\n", "x" * (2 * MAX_PART + 7), "THREE"]
     files = [write(tmp_path / f"{i}.txt", text) for i, text in enumerate(texts)]
     told: list[tuple[int, int]] = []
     store = prepare_texts(tmp_path / "s", files, tokenizer, progress=lambda *numbers: told.append(numbers))
@@ -191,7 +191,7 @@ def test_prepare_in_many_batches(tmp_path: Path, tokenizer: Tokenizer, monkeypat
     """How much is tokenised at once changes nothing."""
     file = write(tmp_path / "a.txt", "\n".join(f"line {i}" for i in range(101)))
     whole = prepare_texts(tmp_path / "whole", file, tokenizer, documents="line")
-    monkeypatch.setattr("clearhead.data.preparation.AT_ONCE", 13)
+    monkeypatch.setattr("clearhead.data.preparation.BATCH", 13)
     parts = prepare_texts(tmp_path / "parts", file, tokenizer, documents="line")
     assert parts.info["fingerprint"] == whole.info["fingerprint"]
     assert np.array_equal(parts["text"].flat, whole["text"].flat)
@@ -199,7 +199,7 @@ def test_prepare_in_many_batches(tmp_path: Path, tokenizer: Tokenizer, monkeypat
 
 
 def test_preparing_needs_little_memory(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clearhead.data.preparation.AT_ONCE", 2**17)
+    monkeypatch.setattr("clearhead.data.preparation.BATCH", 2**17)
     file = write(tmp_path / "a.txt", ("some words in a line, " * 50 + "\n") * 1500)
     tracemalloc.start()
     store = prepare_texts(tmp_path / "s", file, tokenizer)
@@ -287,7 +287,7 @@ def test_a_line_of_ten_million_characters(tmp_path: Path, tokenizer: Tokenizer) 
 def test_a_long_text_of_few_tokens_is_not_too_long(tmp_path: Path) -> None:
     """Tokens may be longer than any guess: the whole text counts."""
     words = train_tokenizer(texts=["x" * 64], kind="wordpiece", vocab_size=11, add_bos=False)
-    spaced = "x" + " " * (2 * PIECE) + "x"
+    spaced = "x" + " " * (2 * MAX_PART) + "x"
     file = write(tmp_path / "a.tsv", f"{spaced}\t1\nx\t2\n")
     assert prepare_labelled(tmp_path / "s", file, words, max_len=2)["text"][0].tolist() == words.encode("x x")
 
