@@ -133,12 +133,13 @@ def main() -> None:
 
 PAGE = """# Families against an independent implementation
 
-The largest difference between clearhead's output and that of Hugging Face transformers {hf}, divided by the output's standard
-deviation, over tiny random models with torch {torch} on a CPU. The first two columns: saved by transformers, loaded by
-clearhead. The last: saved by clearhead with `format="hf"`, loaded by transformers, with no key missing, unexpected or of another
-shape. In float64 a difference near 1e-7 means that transformers rounds to float32 inside (its RMS norms and rotary tables do).
+The largest difference between the output of clearhead and of Hugging Face transformers {hf}, divided by the output's standard
+deviation, for tiny random models with torch {torch} on a CPU. In the first two columns the model was saved by transformers and
+loaded by clearhead. In the last column it was saved by clearhead with `format="hf"` and loaded by transformers; no key was missing,
+unexpected or of another shape. A difference above 1e-8 in float64 means that transformers computes a part in float32 (its RMS norms
+and rotary tables do so).
 
-Made by `.venv/bin/python benchmarks/correctness/families.py --docs`; the tests draw many more configurations.
+Made by `.venv/bin/python benchmarks/correctness/families.py --docs`; the tests compare many more configurations.
 
 {table}
 """
