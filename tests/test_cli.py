@@ -1,4 +1,4 @@
-"""The command line, as a user meets it: in a process of its own."""
+"""The command line, as a user runs it: in a process of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import clearhead as ch
 from clearhead.cli import app
 from clearhead.families import FAMILIES
 
-pytestmark = pytest.mark.usefixtures("unchecked")  # typer hands over None where an option has a callback
+pytestmark = pytest.mark.usefixtures("unchecked")  # typer passes None to an option with a callback
 
 ROOT = Path(__file__).resolve().parents[1]
 SHADES = "░▒▓█"
@@ -67,24 +67,24 @@ def test_the_installed_command_is_the_module() -> None:
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["--version"], ["presets"], ["presets", "--help"], ["demo", "--help"]], ids=" ".join
 )
-def test_what_computes_nothing_loads_no_torch(arguments: list[str]) -> None:
-    """-X importtime prints every module that python loads: the measured list."""
+def test_commands_that_compute_nothing_do_not_import_torch(arguments: list[str]) -> None:
+    """-X importtime prints every module that python imports."""
     ran = clearhead(*arguments, python=("-X", "importtime"))
     assert ran.returncode == 0
     loaded = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines() if line.startswith("import time:")}
-    assert "clearhead.cli" in loaded  # the list is there
+    assert "clearhead.cli" in loaded  # the list is not empty
     heavy = {"torch", "numpy", "jaxtyping", "safetensors", "tokenizers", "transformers"}
     assert not {name for name in loaded if name.partition(".")[0] in heavy}
 
 
-def test_importing_clearhead_loads_no_torch() -> None:
+def test_importing_clearhead_does_not_import_torch() -> None:
     code = "import sys, clearhead; clearhead.preset('gpt2'); dir(clearhead); print('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ran.stdout == "False\n"
 
 
 def in_process(*arguments: str, **variables: str) -> str:
-    """The same without a new process, where its start is not what is tested."""
+    """The same without a new process, for tests that do not need one."""
     clean = {"FORCE_COLOR": None, "NO_COLOR": None, "COLUMNS": None}
     ran = CliRunner(env=clean | variables).invoke(app, arguments, catch_exceptions=False)
     assert ran.exit_code == 0, ran.output
@@ -92,7 +92,7 @@ def in_process(*arguments: str, **variables: str) -> str:
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """The table's lines by their first word."""
+    """The table's rows by their first word."""
     return {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
 
 
@@ -122,7 +122,7 @@ def test_an_unknown_family_is_one_line_and_exit_1() -> None:
     assert ran.stderr == "clearhead: there is no family 'lama'; did you mean 'llama'?\n"
 
 
-def test_debug_shows_where_an_error_came_from() -> None:
+def test_debug_shows_the_traceback() -> None:
     ran = clearhead("--debug", "presets", "lama")
     assert ran.returncode == 1
     assert "Traceback" in ran.stderr
@@ -144,7 +144,7 @@ QUICK = ("train.steps=3", "train.evaluate_every=3", "train.score_rows=0", "train
 
 
 def demo(name: str, out: Path, *settings: str) -> str:
-    """A demo of three steps: all that it says and shows, learnt or not."""
+    """A demo of three training steps: all of its output."""
     changes = [word for setting in (*QUICK, *settings) for word in ("--set", setting)]
     return assert_fine(clearhead("demo", name, "--out", str(out), *changes))
 

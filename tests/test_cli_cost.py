@@ -1,4 +1,4 @@
-"""`clearhead cost`, as a person calls it."""
+"""`clearhead cost`, as a user calls it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ TINY = [
 ]
 
 
-def said(*words: str) -> str:
-    """What is printed, with its columns' spaces made one."""
+def output(*words: str) -> str:
+    """The output, with single spaces between columns."""
     result = CliRunner().invoke(app, ["cost", *words], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return re.sub(" +", " ", result.stdout)
@@ -44,39 +44,39 @@ def refused(*words: str) -> str:
 
 
 def test_gpt3_in_a_table() -> None:
-    text = said("gpt3-175b", "--length", "2048")
+    text = output("gpt3-175b", "--length", "2048")
     assert "gpt3-175b: decoder, 96 layers of width 12,288" in text
     assert "all 174,604,259,328 735 TFLOP 349 GB" in text
     assert "5 devices of 80 GB" in text
     # 735e12 operations at 400e12 a second.
     assert "time 1.84 s" in text
     assert "10 devices of 40 GB" not in text
-    assert "9 devices of 40 GB" in said("gpt3-175b", "--length", "2048", "--memory", "40GB")
-    assert "time 7.35 s" in said("gpt3-175b", "--length", "2048", "--rate", "100T")
+    assert "9 devices of 40 GB" in output("gpt3-175b", "--length", "2048", "--memory", "40GB")
+    assert "time 7.35 s" in output("gpt3-175b", "--length", "2048", "--rate", "100T")
 
 
-def test_training_decoding_and_what_changes_them() -> None:
-    training = said("t5-base", "--mode", "train")
+def test_training_decoding_and_options() -> None:
+    training = output("t5-base", "--mode", "train")
     assert all(word in training for word in ("gradients", "optimizer", "12+12 layers", "from a source of 512"))
-    decoding = said("llama-3-8b", "--mode", "decode", "--quantize", "int4")
+    decoding = output("llama-3-8b", "--mode", "decode", "--quantize", "int4")
     assert "all 8,030,261,248 19.3 GFLOP 5.45 GB" in decoding
     assert "reading weights and cache at 3.3 TB/s" in decoding
-    assert "% of each device's 80 GB" in said("gpt2", "--mode", "train", "--shards", "8", "--parallel", "ddp")
-    assert "no number of devices of 2 GB is enough" in said(
+    assert "% of each device's 80 GB" in output("gpt2", "--mode", "train", "--shards", "8", "--parallel", "ddp")
+    assert "no number of devices of 2 GB is enough" in output(
         "gpt2", "--mode", "train", "--batch", "64", "--memory", "2GB"
     )
-    assert "gpt2 is made for 1,024 tokens" in said("gpt2", "--length", "4096")
+    assert "gpt2 is made for 1,024 tokens" in output("gpt2", "--length", "4096")
 
 
-def test_the_report_as_json_is_the_forecast() -> None:
-    told = json.loads(said("gpt2", "--mode", "train", "--batch", "4", "--json"))
+def test_json_is_the_forecast() -> None:
+    result = json.loads(output("gpt2", "--mode", "train", "--batch", "4", "--json"))
     report = ch.cost(ch.preset("gpt2"), batch=4, mode="train", precision="bfloat16", device="cuda")
-    assert told["peak_bytes"] == report.peak_bytes
-    assert told["parts"]["flops"] == report.parts["flops"]
+    assert result["peak_bytes"] == report.peak_bytes
+    assert result["parts"]["flops"] == report.parts["flops"]
 
 
-def test_what_fits() -> None:
-    text = said("gpt2", "--mode", "train", "--fit", "80GB")
+def test_fit() -> None:
+    text = output("gpt2", "--mode", "train", "--fit", "80GB")
     assert "in 80 GB largest peak memory" in text
     batch = re.search(r"batch at length 1,024 ([\d,]+)", text)
     assert batch is not None
@@ -85,12 +85,12 @@ def test_what_fits() -> None:
     sizes = [ch.cost(ch.preset("gpt2"), batch=n + more, **asked).peak_bytes for more in (0, 1)]
     assert sizes[0] <= 80e9 < sizes[1]
     assert "(the model is made for 1,024)" in text
-    assert "length" not in said("vit-b-16", "--fit", "80GB").split("largest")[1].split("batch at length")[1]
+    assert "length" not in output("vit-b-16", "--fit", "80GB").split("largest")[1].split("batch at length")[1]
 
 
-@pytest.mark.filterwarnings("ignore:.*")  # torch's profiler has its own to say
-def test_measured_here() -> None:
-    text = said("gpt2", *TINY, "--length", "32", "--mode", "train", "--device", "cpu", "--measure")
+@pytest.mark.filterwarnings("ignore:.*")  # torch's profiler warns
+def test_measure() -> None:
+    text = output("gpt2", *TINY, "--length", "32", "--mode", "train", "--device", "cpu", "--measure")
     for exact in ("parameters", "operations", "weights", "optimizer"):
         assert re.search(rf"{exact} \S+( \wB)? \S+( \wB)? exact", text), text
     assert re.search(r"peak memory .* [+-]\d+\.\d%", text)
@@ -99,10 +99,10 @@ def test_measured_here() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*")
 @pytest.mark.parametrize("measure", [False, True])
-def test_a_picture(tmp_path: Path, measure: bool) -> None:
+def test_plot(tmp_path: Path, measure: bool) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "cost.png"
-    text = said("gpt2", *TINY, "--length", "48", "--device", "cpu", "--plot", str(file), *["--measure"] * measure)
+    text = output("gpt2", *TINY, "--length", "48", "--device", "cpu", "--plot", str(file), *["--measure"] * measure)
     assert ("memory forecast" in text) == measure
     assert file.read_bytes()[:4] == b"\x89PNG"
     assert file.stat().st_size < 150_000
@@ -115,18 +115,18 @@ def test_a_models_folder_and_a_config(tmp_path: Path) -> None:
     (tmp_path / "plain.json").write_text(json.dumps(config.to_dict()))
     total = sum(p.numel() for p in ch.build(config, device="meta").parameters())
     for name in ("model", "model/config.json", "theirs", "plain.json"):
-        assert f"all {total:,}" in said(str(tmp_path / name)), name
-    angles = " ".join(said("--geometry", str(tmp_path / "model")).split())  # a long path moves the ends of lines
+        assert f"all {total:,}" in output(str(tmp_path / name)), name
+    angles = " ".join(output("--geometry", str(tmp_path / "model")).split())  # a long path changes the line breaks
     assert "307 rows: mean angle" in angles
     assert "307 tokens in 64 dimensions must contain a pair" in angles
 
 
 def test_geometry() -> None:
-    text = said("--geometry")
+    text = output("--geometry")
     assert "768 2° 1.3 3.0 768 1,536 11,874" in text
     assert "is wrong: it is above what is proven impossible" in text
     assert "2,000 random directions" in text
-    assert "50,257 tokens in 768 dimensions must contain a pair at least 2.05° off 90°" in said("--geometry", "gpt2")
+    assert "50,257 tokens in 768 dimensions must contain a pair at least 2.05° off 90°" in output("--geometry", "gpt2")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_geometry() -> None:
         (["vit-b-16", "--plot", "picture.png"], "pictures have one length"),
     ],
 )
-def test_mistakes_are_said(words: list[str], message: str) -> None:
+def test_refusals(words: list[str], message: str) -> None:
     assert message in refused(*words)
 
 
@@ -160,7 +160,7 @@ def test_broken_files(tmp_path: Path) -> None:
     assert "is a run that has not ended" in refused(str(tmp_path))
 
 
-def test_a_forecast_loads_no_torch() -> None:
+def test_a_forecast_does_not_import_torch() -> None:
     code = (
         "import sys; sys.argv = ['clearhead', 'cost', 'gpt2', '--mode', 'train']; from clearhead.cli import app\n"
         "try: app()\nexcept SystemExit: print('torch' in sys.modules)"

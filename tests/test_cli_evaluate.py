@@ -1,4 +1,4 @@
-"""`clearhead evaluate` against the same figures computed by hand."""
+"""`clearhead evaluate` against the same metrics computed directly."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_perplexity_of_a_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_what_fewer_bits_lose(tmp_path: Path, kind: str) -> None:
+def test_quantised(tmp_path: Path, kind: str) -> None:
     quantized = pytest.importorskip("clearhead.quantization.integer")
     model, tokenizer = make(tmp_path / "m", "gpt2", d_ff=32, d_model=32, d_head=16)
     (tmp_path / "a.txt").write_text(TEXT)
@@ -62,12 +62,12 @@ def test_what_fewer_bits_lose(tmp_path: Path, kind: str) -> None:
         with torch.no_grad():
             found.append(float(F.cross_entropy(change(model)(ids[:, :-1])[0], ids[0, 1:]).exp()))
     assert row["perplexity"] == pytest.approx(found[0], rel=1e-5)
-    # Eight bits may also be multiplied as eight bits, where rows are few.
+    # With few rows, int8 weights may also be multiplied as int8.
     assert row[kind]["perplexity"] == pytest.approx(found[1], rel=1e-3)
-    said = CliRunner().invoke(app, ["evaluate", *map(str, words)], catch_exceptions=False).output.splitlines()[-3:]
-    assert said[0].startswith(f"as it is  loss {row['loss']:.4f}")
-    assert said[1].startswith(f"{kind}      loss {row[kind]['loss']:.4f}")
-    assert f"perplexity {row[kind]['perplexity'] / row['perplexity'] - 1:+.2%}" in said[2]
+    lines = CliRunner().invoke(app, ["evaluate", *map(str, words)], catch_exceptions=False).output.splitlines()[-3:]
+    assert lines[0].startswith(f"as it is  loss {row['loss']:.4f}")
+    assert lines[1].startswith(f"{kind}      loss {row[kind]['loss']:.4f}")
+    assert f"perplexity {row[kind]['perplexity'] / row['perplexity'] - 1:+.2%}" in lines[2]
 
 
 def test_bleu_of_translations(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_accuracy_of_labels_in_the_models_own_order(tmp_path: Path) -> None:
         measure(tmp_path / "m", tmp_path / "b.csv")
 
 
-def test_mistakes(tmp_path: Path) -> None:
+def test_refusals(tmp_path: Path) -> None:
     make(tmp_path / "t", "transformer-base")
     with pytest.raises(InputError, match=r"translates; give --source and --target"):
         measure(tmp_path / "t")

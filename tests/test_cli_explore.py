@@ -1,4 +1,4 @@
-"""`clearhead explore` as it is typed."""
+"""`clearhead explore`, as a user calls it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_sites_are_listed_and_filtered(folders: dict[str, Path]) -> None:
     assert listed == [{"site": "blocks.1.attention.q", "shape": "(B, H, T, E)", "here": "(B, 3, T, 8)"}]
 
 
-def test_every_head_is_taken_away_once(folders: dict[str, Path]) -> None:
+def test_every_head_is_ablated_once(folders: dict[str, Path]) -> None:
     rows = list(csv.DictReader(io.StringIO(explore(folders["gpt"], "the cat sat on", "--ablate", "--csv").output)))
     assert {(row["place"], row["head"]) for row in rows} == {
         (f"blocks.{layer}.attention", str(head)) for layer in range(2) for head in range(3)
@@ -44,10 +44,10 @@ def test_every_head_is_taken_away_once(folders: dict[str, Path]) -> None:
     assert table.exit_code == 0, table.output
     assert "decoder.blocks.1.cross" in table.output
     assert "encoder.blocks" not in table.output
-    told = explore(
+    result = explore(
         folders["pair"], "the cat", "--target", "the mat", "--ablate", "--bleu", "--json", "--heads", "*.0.cross"
     )
-    assert set(json.loads(told.output)["base"]) == {"loss", "logit", "bleu", "chrf"}
+    assert set(json.loads(result.output)["base"]) == {"loss", "logit", "bleu", "chrf"}
 
 
 def test_a_page_is_written(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_page_is_written(folders: dict[str, Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--sites", "--ablate"], "--sites and --ablate are different things"),
         (["--csv"], "add --sites or --ablate"),
@@ -71,8 +71,8 @@ def test_a_page_is_written(folders: dict[str, Path], tmp_path: Path) -> None:
         (["the cat", "--export", "no/such/folder/page.html"], "there is no folder 'no/such/folder'"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(folders: dict[str, Path], words: list[str], said: str) -> None:
+def test_refusals(folders: dict[str, Path], words: list[str], message: str) -> None:
     found = explore(folders["gpt"], *words)
     assert found.exit_code == 1
-    assert isinstance(found.exception, ClearheadError)  # which the program's door prints as one line
-    assert said in str(found.exception)
+    assert isinstance(found.exception, ClearheadError)  # which `main` prints as one line
+    assert message in str(found.exception)

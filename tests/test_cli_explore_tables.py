@@ -1,4 +1,4 @@
-"""`clearhead explore --sites` and `--ablate`, against models whose weights were zeroed by hand."""
+"""`clearhead explore --sites` and `--ablate`, against models with weights set to zero."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def without(model: Model, place: str, head: int) -> Any:
 
 @torch.no_grad()
 def test_each_head_of_a_decoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Texts of unequal lengths from a file: the loss is the mean over all their tokens."""
+    """Texts of different lengths from a file: the loss is the mean over all their tokens."""
     model, tokenizer = make(tmp_path / "m", "gpt2")
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS) + "\n")
     found = ablate(model, tmp_path / "m", str(tmp_path / "texts.txt"), capsys)
@@ -218,7 +218,7 @@ def test_as_many_targets_as_texts(tmp_path: Path) -> None:
         print_ablation(model, tmp_path, AblationInput(str(tmp_path / "texts"), target="cat"))
 
 
-def test_pictures_are_no_texts(tmp_path: Path) -> None:
+def test_images_are_refused(tmp_path: Path) -> None:
     model = ch.build(ch.preset("vit-b-16", n_layers=1, d_model=24, n_heads=3, d_head=8, d_ff=40, image_size=32))
     with pytest.raises(InputError, match=r"--ablate takes texts, and this model reads patches"):
         print_ablation(model, tmp_path, AblationInput("a cat"))
@@ -234,9 +234,7 @@ def sites_of(model: Model, capsys: pytest.CaptureFixture[str], *pattern: str, **
 
 @torch.no_grad()
 @pytest.mark.parametrize("gone", [{}, {0: [1, 0]}])
-def test_sites_have_the_shapes_that_a_probe_sees(
-    gone: dict[int | str, list[int]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sites_have_the_shapes_of_a_probe(gone: dict[int | str, list[int]], capsys: pytest.CaptureFixture[str]) -> None:
     config = ch.preset(
         "smollm2-135m", n_layers=2, d_model=24, n_heads=4, n_kv_heads=2, d_head=8, d_ff=40, vocab_size=53
     )
@@ -255,7 +253,7 @@ def spaced(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_layers_that_are_alike_share_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_layers_share_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     model = ch.build(ch.preset("gpt2", **SMALL))
     whole = sites_of(model, capsys)
     assert "blocks.*.attention.weights (B, H, T, S) (B, 3, T, S)" in spaced(whole)

@@ -1,4 +1,4 @@
-"""`clearhead generate` and `clearhead translate`, with tiny models of random weights and their own tokenizers."""
+"""`clearhead generate` and `clearhead translate`, with tiny random models and their own tokenizers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_prompt_that_is_too_long(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["x", "--top-p", "7"], "top_p must be above 0 and at most 1; got 7"),
         (["x", "--stop", ""], "a stop is empty"),
@@ -85,10 +85,10 @@ def test_a_prompt_that_is_too_long(tmp_path: Path) -> None:
         (["x", "--chat"], "--chat asks for your lines one by one"),
     ],
 )
-def test_mistakes(tmp_path: Path, words: list[str], said: str) -> None:
+def test_generate_refusals(tmp_path: Path, arguments: list[str], message: str) -> None:
     make(tmp_path, "gpt2")
-    with pytest.raises(InputError, match=said):
-        run("generate", str(tmp_path), *words)
+    with pytest.raises(InputError, match=message):
+        run("generate", str(tmp_path), *arguments)
 
 
 def test_no_prompt_and_no_bos(tmp_path: Path) -> None:
@@ -110,13 +110,13 @@ def test_every_option_reaches_the_strategy(tmp_path: Path) -> None:
     assert run("generate", str(tmp_path), "the", "-n", "21", *words) == f"the{wanted}\n"
 
 
-def test_a_line_from_a_pipe_ends_without_its_break(tmp_path: Path) -> None:
+def test_the_last_line_break_of_a_pipe_is_removed(tmp_path: Path) -> None:
     make(tmp_path, "gpt2")
     words = ("generate", str(tmp_path), "-", "-n", "5", "--temperature", "0")
     assert run(*words, stdin="the cat\n") == run(*words, stdin="the cat")
 
 
-def test_output_that_must_match(tmp_path: Path) -> None:
+def test_constrained_output(tmp_path: Path) -> None:
     make(tmp_path / "m", "gpt2")
     model = str(tmp_path / "m")
     assert re.fullmatch(r"the [a-c]{3}\n", run("generate", model, "the ", "--regex", "[a-c]{3}", "-n", "20"))
@@ -155,7 +155,7 @@ def test_scores_and_alternatives(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_weights_of_fewer_bits(tmp_path: Path, kind: str) -> None:
+def test_quantised_weights(tmp_path: Path, kind: str) -> None:
     quantized = pytest.importorskip("clearhead.quantization.integer")
     model, tokenizer = make(tmp_path, "gpt2")
     wanted = ch.generate(quantized.quantize(model, kind), [tokenizer.encode("the")], max_new_tokens=9)[0]
@@ -180,11 +180,11 @@ def test_ctrl_c_ends_the_line(
     monkeypatch.setattr("sys.argv", ["clearhead", "generate", str(tmp_path), "the cat", "-n", "9"])
     with pytest.raises(SystemExit) as found:
         main()
-    said = capsys.readouterr()
+    printed = capsys.readouterr()
     assert found.value.code == 130
-    assert said.out.startswith("the cat")
-    assert said.out.endswith("\n")
-    assert "Traceback" not in said.err
+    assert printed.out.startswith("the cat")
+    assert printed.out.endswith("\n")
+    assert "Traceback" not in printed.err
 
 
 def test_chat_answers_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,13 +241,13 @@ def test_a_trace_is_written_and_drawn(tmp_path: Path) -> None:
     assert found.stdout == plain
     assert "How line 1 was found" in found.stderr
     assert "2 searches in" in found.stderr
-    told = json.loads((tmp_path / "t.json").read_text())["searches"]
-    assert [each["line"] for each in told] == [1, 3]
-    assert [each["source"]["text"] for each in told] == ["the cat", "one two"]
-    assert [each["finished"][0]["text"] for each in told] == [line for line in plain.splitlines() if line]
+    searches = json.loads((tmp_path / "t.json").read_text())["searches"]
+    assert [each["line"] for each in searches] == [1, 3]
+    assert [each["source"]["text"] for each in searches] == ["the cat", "one two"]
+    assert [each["finished"][0]["text"] for each in searches] == [line for line in plain.splitlines() if line]
 
 
-def test_many_lines_come_in_order(tmp_path: Path) -> None:
+def test_many_lines_stay_in_order(tmp_path: Path) -> None:
     model, tokenizer = make(tmp_path, "transformer-base")
     lines = ["the cat " * (1 + at % 7) + f"{at}" for at in range(300)]
     ids = [[*tokenizer.encode(line), tokenizer.eos] for line in lines]
@@ -257,7 +257,7 @@ def test_many_lines_come_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["--trace", "t.json", "--beams", "1"], "--trace is of a search"),
         (["--trace", "gone/t.json"], "there is no folder 'gone'"),
@@ -265,10 +265,10 @@ def test_many_lines_come_in_order(tmp_path: Path) -> None:
         (["--max-new-tokens", "99"], "--max-new-tokens 99 is more than the model's max_len=61"),
     ],
 )
-def test_mistakes_of_translate(tmp_path: Path, words: list[str], said: str) -> None:
+def test_translate_refusals(tmp_path: Path, arguments: list[str], message: str) -> None:
     make(tmp_path, "transformer-base")
-    with pytest.raises(InputError, match=said):
-        run("translate", str(tmp_path), *words, stdin="the\n")
+    with pytest.raises(InputError, match=message):
+        run("translate", str(tmp_path), *arguments, stdin="the\n")
 
 
 @pytest.mark.parametrize(("command", "preset"), [("generate", "transformer-base"), ("translate", "gpt2")])

@@ -1,4 +1,4 @@
-"""The commands that run a model: embed, classify, transcribe, on tiny random models that transformers made."""
+"""The commands embed, classify and transcribe, on tiny random models made by transformers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from clearhead.data.audio import RATE, log_mel
 from clearhead.data.tokenizer_formats import read_tiktoken
 from clearhead.generation import transcription as whispers
 
-pytestmark = pytest.mark.usefixtures("unchecked")  # typer calls with values that the annotations of options do not name
+pytestmark = pytest.mark.usefixtures("unchecked")  # typer passes values that the options' annotations do not allow
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "cat", "dog", "sat", "on", "the", "mat", "ran", "away", "."]
 LINES = ["the cat sat on the mat .", "a dog", "the dog ran away .", "", "a cat sat on a dog . the dog ran .", "mat"]
@@ -51,8 +51,8 @@ def lines_of(*args: str | Path, given: str | bytes | None = None) -> list[str]:
     return result.stdout.splitlines()
 
 
-def complaint(*args: str | Path, given: str | bytes | None = None) -> str:
-    """What is wrong, in one line: an error of ours, not a crash."""
+def refusal(*args: str | Path, given: str | bytes | None = None) -> str:
+    """The error message, one line: an error of ours, not a crash."""
     error = call(*args, given=given).exception
     assert type(error).__module__ == "clearhead.errors", repr(error)
     return str(error)
@@ -73,7 +73,7 @@ def texts(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sentence embedder: the mean of the states, brought to length 1, of texts of up to 11 tokens."""
+    """A sentence embedder: the mean of the states, scaled to length 1, for texts of up to 11 tokens."""
     folder = saved(tiny(BertModel, BertConfig(**SIZES)), tmp_path_factory.mktemp("embedder"))
     kinds = ("Transformer", "Pooling", "Normalize")
     paths = ("", "1_Pooling", "2_Normalize")
@@ -103,7 +103,7 @@ def one_by_one(folder: Path, kind: str) -> np.ndarray:
 
 
 def test_embed(embedder: Path, texts: Path, tmp_path: Path) -> None:
-    """In batches by length, on paper as in memory, each text gets the vector it has alone, in the order of the lines."""
+    """In batches sorted by length, to a file or as text, each text gets the same vector as alone, in the order of the lines."""
     expected = one_by_one(embedder, "mean")
     out = tmp_path / "out.npy"
     assert lines_of("embed", embedder, texts, "--out", out, "--tokens", "16", "--truncate") == []
@@ -117,26 +117,26 @@ def test_embed(embedder: Path, texts: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out.txt").read_text().splitlines() == shown
 
 
-def test_embed_pools_as_told(embedder: Path, tmp_path: Path) -> None:
+def test_embed_pool(embedder: Path, tmp_path: Path) -> None:
     given = "\n".join(LINES[:3])
     for kind in ("mean", "first"):
         shown = np.loadtxt(lines_of("embed", embedder, "--pool", kind, given=given))
         np.testing.assert_allclose(shown, one_by_one(embedder, kind)[:3], rtol=0, atol=1e-5)
 
 
-def test_embed_complains(embedder: Path, texts: Path, tmp_path: Path) -> None:
-    assert "'gone.txt' can not be read (No such file or directory)" in complaint("embed", embedder, "gone.txt")
-    assert "standard input holds no text" in complaint("embed", embedder, "-", given="\n\n")
+def test_embed_refusals(embedder: Path, texts: Path, tmp_path: Path) -> None:
+    assert "'gone.txt' can not be read (No such file or directory)" in refusal("embed", embedder, "gone.txt")
+    assert "standard input holds no text" in refusal("embed", embedder, "-", given="\n\n")
     (tmp_path / "latin.txt").write_bytes("schön".encode("latin-1"))
-    assert "no text in UTF-8" in complaint("embed", embedder, tmp_path / "latin.txt")
-    assert "line 5 has 13 tokens, and the model takes 11" in complaint("embed", embedder, texts)
-    assert "there is no folder" in complaint("embed", embedder, texts, "--out", tmp_path / "no" / "x.npy")
-    assert "--device 'toaster'" in complaint("embed", embedder, texts, "--device", "toaster")
-    assert "there is nothing at 'no model'" in complaint("embed", "no model", texts)
+    assert "no text in UTF-8" in refusal("embed", embedder, tmp_path / "latin.txt")
+    assert "line 5 has 13 tokens, and the model takes 11" in refusal("embed", embedder, texts)
+    assert "there is no folder" in refusal("embed", embedder, texts, "--out", tmp_path / "no" / "x.npy")
+    assert "--device 'toaster'" in refusal("embed", embedder, texts, "--device", "toaster")
+    assert "there is nothing at 'no model'" in refusal("embed", "no model", texts)
     llama = LlamaConfig(vocab_size=len(WORDS), num_hidden_layers=1, num_attention_heads=2, hidden_size=8)
     decoder = saved(tiny(LlamaForCausalLM, llama), tmp_path / "decoder")
-    assert "takes an encoder of texts" in complaint("embed", decoder, texts)
-    assert "takes a model that ends in classes" in complaint("classify", embedder, texts)
+    assert "takes an encoder of texts" in refusal("embed", decoder, texts)
+    assert "takes a model that ends in classes" in refusal("classify", embedder, texts)
     assert call("embed", embedder, texts, "--pool", "max").exit_code == 2
     assert call("embed").exit_code == 2
 
@@ -151,11 +151,11 @@ def test_classify_texts(classifier: Path, texts: Path) -> None:
         first, chance, second, _, name = line.split("\t")
         order = [("calm", "angry", "sad")[i] for i in chances.argsort(descending=True)]
         assert ([first, second], name) == (order[:2], text)
-        assert float(chance) == pytest.approx(float(chances.max()), abs=1e-4)  # four digits are shown
+        assert float(chance) == pytest.approx(float(chances.max()), abs=1e-4)  # four digits are printed
     assert lines_of("classify", classifier, "-", given="a cat\n")[0].endswith("\ta cat")
 
 
-def test_classify_pictures(tmp_path: Path) -> None:
+def test_classify_images(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image", reason="pictures need Pillow, which is not installed")
     config = ViTConfig(**{**SIZES, "image_size": 12, "patch_size": 4}, id2label={0: "cat", 1: "dog"}, num_labels=2)
     theirs = tiny(ViTForImageClassification, config)
@@ -175,21 +175,21 @@ def test_classify_pictures(tmp_path: Path) -> None:
     assert [(label, name) for label, _, name in shown] == [
         (("cat", "dog")[int(chances.argmax())], str(file)) for chances, file in zip(expected, files, strict=True)
     ]
-    assert "there is no picture" in complaint("classify", tmp_path / "vit", tmp_path / "gone.png")
+    assert "there is no picture" in refusal("classify", tmp_path / "vit", tmp_path / "gone.png")
     (tmp_path / "bad.png").write_bytes(b"no picture")
-    assert "is no picture that can be read" in complaint("classify", tmp_path / "vit", tmp_path / "bad.png")
+    assert "is no picture that can be read" in refusal("classify", tmp_path / "vit", tmp_path / "bad.png")
 
 
-def test_pictures_without_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_without_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ViTConfig(**{**SIZES, "image_size": 12, "patch_size": 4}, num_labels=2)
     tiny(ViTForImageClassification, config).save_pretrained(tmp_path)
     monkeypatch.setitem(sys.modules, "PIL", None)
-    assert "clearhead[pictures]" in complaint("classify", tmp_path, "x.png")
+    assert "clearhead[pictures]" in refusal("classify", tmp_path, "x.png")
 
 
 @pytest.fixture(scope="module")
 def whisper(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model over the 256 bytes and Whisper's 1,608 special tokens, that hears 0.26 seconds at once."""
+    """A model with the 256 bytes and Whisper's 1,608 special tokens, and a window of 0.26 seconds."""
     folder = tmp_path_factory.mktemp("whisper")
     ranks = [base64.b64encode(bytes([byte])) + b" " + str(byte).encode() for byte in range(256)]
     (folder / "gpt2.tiktoken").write_bytes(b"\n".join(ranks))
@@ -207,7 +207,7 @@ def whisper(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.no_grad()
 def greedy(folder: Path, sound: torch.Tensor, prompt: list[int]) -> list[int]:
-    """The same, from transformers' logits, without a cache."""
+    """The same by transformers' logits, without a cache."""
     theirs: Any = WhisperForConditionalGeneration.from_pretrained(folder)
     frames, tokens = log_mel(sound, 7, seconds=0.26)[None], list(prompt)
     while len(tokens) < len(prompt) + 20:
@@ -229,7 +229,7 @@ def sound_file(folder: Path, seconds: float = 0.6) -> tuple[Path, torch.Tensor]:
 
 
 def test_transcribe(whisper: Path, tmp_path: Path) -> None:
-    """Window after window, with a cache, the text is that of the plainest loop."""
+    """With windows and a cache, the text is that of a plain loop."""
     file, sound = sound_file(tmp_path)
     tokenizer = read_tiktoken(whisper / "gpt2.tiktoken")
     prompt = [tokenizer.id("<|startoftranscript|>"), tokenizer.id("<|notimestamps|>")]
@@ -251,24 +251,24 @@ def test_transcribe_finds_the_language(whisper: Path, tmp_path: Path, monkeypatc
         logits = theirs(log_mel(sound, 7, seconds=0.26)[None], decoder_input_ids=torch.tensor([[start]])).logits[0, -1]
     spoken = start + 1 + int(logits[start + 1 : start + 101].argmax())
     given = ("transcribe", whisper / "all", "--tokenizer", whisper, file)
-    for language, task, told in [(spoken, "transcribe", ()), (german, "translate", ("--language", "de"))]:
+    for language, task, options in [(spoken, "transcribe", ()), (german, "translate", ("--language", "de"))]:
         prompt = [start, language, tokenizer.id(f"<|{task}|>"), tokenizer.id("<|notimestamps|>")]
         expected = tokenizer.decode(greedy(whisper / "all", sound, prompt)).strip()
-        assert call(*given, "--task", task, *told).stdout == expected + "\n"
-    assert "language 'xx' is not one of the model's" in complaint(*given, "--language", "xx")
+        assert call(*given, "--task", task, *options).stdout == expected + "\n"
+    assert "language 'xx' is not one of the model's" in refusal(*given, "--language", "xx")
 
 
-def test_transcribe_complains(whisper: Path, embedder: Path, tmp_path: Path) -> None:
+def test_transcribe_refusals(whisper: Path, embedder: Path, tmp_path: Path) -> None:
     file, _ = sound_file(tmp_path, 0.1)
-    english, told = whisper / "english", ("--tokenizer", whisper)
-    assert "there is no sound file" in complaint("transcribe", english, tmp_path / "gone.wav")
-    assert "takes a model of sound" in complaint("transcribe", embedder, file)
-    assert "no tokenizer of Whisper's" in complaint("transcribe", english, file)
-    assert "no tokenizer of Whisper's" in complaint("transcribe", english, file, "--tokenizer", embedder)
-    assert "is for 1864 tokens, the model for 1865" in complaint("transcribe", whisper / "all", file, *told)
-    assert "knows only English" in complaint("transcribe", english, file, *told, "--language", "de")
-    assert "knows only English" in complaint("transcribe", english, file, *told, "--task", "translate")
-    assert "the input is no sound file" in complaint("transcribe", english, "-", *told, given=b"noise")
+    english, options = whisper / "english", ("--tokenizer", whisper)
+    assert "there is no sound file" in refusal("transcribe", english, tmp_path / "gone.wav")
+    assert "takes a model of sound" in refusal("transcribe", embedder, file)
+    assert "no tokenizer of Whisper's" in refusal("transcribe", english, file)
+    assert "no tokenizer of Whisper's" in refusal("transcribe", english, file, "--tokenizer", embedder)
+    assert "is for 1864 tokens, the model for 1865" in refusal("transcribe", whisper / "all", file, *options)
+    assert "knows only English" in refusal("transcribe", english, file, *options, "--language", "de")
+    assert "knows only English" in refusal("transcribe", english, file, *options, "--task", "translate")
+    assert "the input is no sound file" in refusal("transcribe", english, "-", *options, given=b"noise")
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
@@ -282,7 +282,7 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_help_loads_no_torch() -> None:
+def test_help_does_not_import_torch() -> None:
     program = (
         "import sys\n"
         "from typer.testing import CliRunner\n"
@@ -295,11 +295,11 @@ def test_help_loads_no_torch() -> None:
     assert run("-c", program).stdout == "[]\n"
 
 
-def test_a_bar_never_mixes_with_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stderr on a terminal, what the loop prints still goes to stdout."""
+def test_a_progress_bar_does_not_mix_with_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stderr on a terminal, the loop still prints to stdout."""
     from clearhead.cli.console import track
 
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes stderr for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then treats stderr as a terminal
     out, err = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)

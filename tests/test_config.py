@@ -1,4 +1,4 @@
-"""The config: what it refuses and in which words, what it fills in, how it travels."""
+"""The config: refusals and their messages, derived fields, conversion to JSON and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import clearhead as ch
 from clearhead.config import nearest_divisor
 from clearhead.errors import did_you_mean
 
-# The config checks types itself, and takes some that its annotations leave out: 1 for 1.0, JSON's lists for tuples.
+# The config checks types itself, and accepts some that its annotations do not allow: 1 for 1.0, lists for tuples.
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 GPT = dict(shape="decoder", d_model=22, n_layers=3, n_heads=2, vocab_size=53, max_len=31)
@@ -26,7 +26,7 @@ LLAMA3 = GPT | dict(positions="rotary", d_head=10, rotary_scaling="llama3", rota
 SOUND = T5 | dict(inputs="frames", positions="learned")
 
 REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
-    # which config, with which changes, is refused with which words
+    # the config, its changes, and words of the error message
     ("heads", GPT | dict(d_model=22, n_heads=5), ["d_model=22", "n_heads=5", "nearest that does: n_heads=2", "d_head"]),
     ("groups", GPT | dict(n_heads=11, n_kv_heads=5), ["n_heads=11", "n_kv_heads=5", "nearest", "n_kv_heads=1"]),
     ("layers", GPT | dict(n_layers=0), ["n_layers=0", "too small", "n_layers=1"]),
@@ -79,7 +79,7 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("tied to pictures", VIT | dict(head="tokens", vocab_size=53, tie_embeddings=True), ["tie_embeddings", "'patches'"]),
     ("a decoder's segments", GPT | dict(n_segments=2), ["n_segments=2", "encoder", "'decoder'"]),
     ("two encoders' segments", T5 | dict(n_segments=2), ["n_segments=2", "encoder", "'encoder-decoder'"]),
-    # values of the wrong type, and words that are not known
+    # values of the wrong type, and unknown words
     ("a text", GPT | dict(d_model="22"), ["d_model='22'", "str", "int"]),
     ("a fraction", GPT | dict(d_model=22.0), ["d_model=22.0", "float", "int"]),
     ("a truth", GPT | dict(n_layers=True), ["n_layers=True", "bool", "int"]),
@@ -98,7 +98,7 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("values", "words"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
-def test_what_can_not_be_built_is_refused(values: dict[str, Any], words: list[str]) -> None:
+def test_refusals(values: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ch.ConfigError) as caught:
         ch.Config(**values)
     for word in words:
@@ -107,7 +107,7 @@ def test_what_can_not_be_built_is_refused(values: dict[str, Any], words: list[st
 
 @pytest.mark.parametrize("values", [GPT, BERT, T5, VIT, SOUND, LLAMA3])
 def test_the_plain_configs_are_accepted(values: dict[str, Any]) -> None:
-    """What REFUSED starts from is fine in itself."""
+    """The configs that REFUSED changes are valid."""
     config = ch.Config(**values)
     assert config.shape == values["shape"]
 
@@ -128,11 +128,13 @@ def test_sizes_of_zero_are_derived() -> None:
 
 
 def test_given_sizes_are_kept() -> None:
-    config = ch.Config(**GPT | dict(n_heads=3), d_head=5, n_kv_heads=1, d_ff=7)  # 3 x 5 is not 22: allowed when said
+    config = ch.Config(
+        **GPT | dict(n_heads=3), d_head=5, n_kv_heads=1, d_ff=7
+    )  # 3 x 5 is not 22: allowed if d_head is given
     assert (config.d_head, config.n_kv_heads, config.d_ff) == (5, 1, 7)
 
 
-def test_whole_numbers_are_numbers() -> None:
+def test_integers_are_numbers() -> None:
     config = ch.Config(**GPT, rotary_base=10_000, dropout=0)
     assert type(config.rotary_base) is float
     assert type(config.dropout) is float
@@ -162,12 +164,12 @@ def test_json_and_back_is_the_same(drawn: Fields) -> None:
 
 
 @pytest.mark.parametrize("name", ch.presets())
-def test_every_preset_travels_as_json(name: str) -> None:
+def test_every_preset_as_json_and_back(name: str) -> None:
     config = ch.preset(name)
     assert ch.Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_an_unknown_field_is_named_with_its_neighbour() -> None:
+def test_an_unknown_field_is_named_with_the_nearest() -> None:
     with pytest.raises(ch.ConfigError, match=r"no field 'n_layer' \(value 4\); did you mean 'n_layers'"):
         ch.preset("gpt2", n_layer=4)
     with pytest.raises(ch.ConfigError, match=r"no field 'n_embd' \(value 768\)"):
@@ -188,7 +190,7 @@ def test_nearest_divisor(whole: int, wish: int) -> None:
     assert not [d for d in closer if d > 0 and whole % d == 0]
 
 
-def test_of_two_divisors_as_near_the_smaller() -> None:
+def test_of_two_equally_near_divisors_the_smaller() -> None:
     assert nearest_divisor(15, 4) == 3
     assert nearest_divisor(22, 5) == 2
 

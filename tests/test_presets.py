@@ -1,4 +1,4 @@
-"""Presets: the published parameter counts to the last digit, by the closed form and by building."""
+"""Presets: the exact published parameter counts, by the closed form and by building the model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_published_counts(name: str) -> None:
     assert sum(count_parameters(ch.preset(name)).values()) == PUBLISHED[name]
 
 
-def test_marians_tables_elsewhere() -> None:
+def test_marians_position_tables() -> None:
     """Other libraries count its two tables of 512 positions as parameters; here they are computed."""
     assert PUBLISHED["opus-mt-en-de"] + 2 * 512 * 512 == 74_410_496
     config = ch.preset("opus-mt-en-de")
@@ -65,7 +65,7 @@ PARTS = {
 
 
 def part_of(site: str) -> str:
-    """The part that a parameter is counted under, told by its name alone."""
+    """The part to which a parameter belongs, by its name."""
     if site.startswith(PARTS["head"]):
         return "head"
     if "norm" in site:
@@ -87,7 +87,7 @@ def millions(name: str, vocab_size: int) -> float:
     return sum(count_parameters(ch.preset(name, vocab_size=vocab_size)).values()) / 1e6
 
 
-def test_what_the_originals_page_says_about_the_papers_table_3() -> None:
+def test_the_papers_table_3_as_families_original_states_it() -> None:
     module = FAMILIES["original"].__doc__
     assert module is not None
     assert "37,000" in module
@@ -99,7 +99,7 @@ def test_what_the_originals_page_says_about_the_papers_table_3() -> None:
         ("transformer-big", 35_784, 213, 1024),
     ):
         assert f"{total}.0 M takes {vocabulary:,}" in module
-        # the whole vocabulary that comes nearest: one token more or less is a row of the shared matrix
+        # the vocabulary that comes nearest: a token is a row of the shared matrix
         assert abs(millions(name, vocabulary) - total) <= width / 2 / 1e6
 
 
@@ -138,7 +138,7 @@ def test_any_field_of_a_preset_can_be_changed() -> None:
     assert (config.n_layers, config.positions, config.d_model) == (4, "alibi", 768)
 
 
-def test_an_unknown_preset_is_named_with_its_neighbour() -> None:
+def test_an_unknown_preset_is_named_with_the_nearest() -> None:
     with pytest.raises(ch.ConfigError, match=r"no preset 'gtp2'; did you mean 'gpt2'"):
         ch.preset("gtp2")
     with pytest.raises(ch.ConfigError, match=r"no preset 'lama-7b'; did you mean 'llama-7b'"):

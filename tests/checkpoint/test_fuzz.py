@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints: each is a CheckpointError or loads as it should; nothing runs, hangs or explodes."""
+"""Damaged and hostile checkpoints: each raises a CheckpointError or loads correctly; no code runs, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import clearhead as ch
 from clearhead.checkpoint import load, save
 from clearhead.errors import CheckpointError
 
-# Nonsense must reach our own checks, as it does for a user: the annotations' checks are off.
+# Invalid values must reach our own checks, as they do for a user: the annotations are not checked here.
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 TINY = dict(n_layers=2, d_model=12, n_heads=3, d_ff=20, vocab_size=31, max_len=17)
@@ -24,9 +24,9 @@ TOKENS = torch.arange(22).reshape(2, 11)
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole checkpoint in each layout, to be damaged in copies."""
-    folder = tmp_path_factory.mktemp("sound")
+def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A valid checkpoint in each layout; copies of it are damaged."""
+    folder = tmp_path_factory.mktemp("valid")
     model = ch.build(ch.preset("gpt2", **TINY))
     save(model, folder / "ours")
     save(model, folder / "hf", format="hf")
@@ -41,24 +41,24 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("layout", ["ours", "hf", "shards", "bins"])
-def test_a_thousand_damaged_checkpoints(sound: Path, tmp_path: Path, layout: str) -> None:
-    """250 mutations of each layout: bytes flipped, cut off, doubled, swapped for noise; JSON fields changed for nonsense."""
-    wanted = load(sound / layout)(TOKENS)
+def test_a_thousand_damaged_checkpoints(valid: Path, tmp_path: Path, layout: str) -> None:
+    """250 mutations of each layout: bytes flipped, cut off, doubled, replaced by noise; JSON fields replaced by wrong values."""
+    wanted = load(valid / layout)(TOKENS)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rng = random.Random(layout)
     loaded = 0
     for number in range(250):
         victim = tmp_path / f"{number}"
-        shutil.copytree(sound / layout, victim)
+        shutil.copytree(valid / layout, victim)
         what = damage(victim, rng)
         try:
             model = load(victim)
         except CheckpointError:
             pass
-        except Exception as error:  # a crash is what this test is for: say what made it
+        except Exception as error:  # a crash is what this test looks for: report its cause
             pytest.fail(f"{what}: {type(error).__name__}: {error}")
         else:
-            # What still loads has every weight; the model it makes can differ only as a valid config or other numbers allow.
+            # A checkpoint that still loads has every weight; the model differs only by a valid config or by numbers.
             loaded += 1
             assert {p.shape for p in model.parameters()}
             if what == "nothing":
@@ -66,14 +66,14 @@ def test_a_thousand_damaged_checkpoints(sound: Path, tmp_path: Path, layout: str
         shutil.rmtree(victim)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     assert grown < 300, f"{grown:.0f} MB taken by damaged files of a few kB"
-    assert loaded > 0  # the mutations are not all fatal, so the other branch was reached too
+    assert loaded > 0  # some mutations are harmless, so the other branch was tested too
 
 
 NONSENSE = [None, -1, 0, 1, 2**40, 1e30, float("nan"), "", "x" * 50, [], {}, True, [1, 2], {"a": 1}, "relu", 7, 3]
 
 
 def damage(folder: Path, rng: random.Random) -> str:
-    """Change one thing in a checkpoint, and say what."""
+    """Change one thing in a checkpoint. Returns what was changed."""
     files = sorted(folder.iterdir())
     file = rng.choice(files)
     if file.suffix == ".json" and rng.random() < 0.8:
@@ -113,7 +113,7 @@ def damage(folder: Path, rng: random.Random) -> str:
             at, n = rng.randrange(len(data)), rng.randrange(1, 200)
             data[at : at + n] = rng.randbytes(n)
             what = f"noise at {at}"
-        case "header":  # safetensors: the length of the header lies
+        case "header":  # safetensors: a false length of the header
             data[:8] = rng.choice([0, 1, 2**20, 2**40, 2**63, 2**64 - 1]).to_bytes(8, "little")
             what = "header length"
         case "empty":
@@ -129,7 +129,7 @@ def damage(folder: Path, rng: random.Random) -> str:
 
 
 class Payload:
-    """What a hostile pickle does when it is loaded: leave a mark."""
+    """A hostile pickle: loading it would create a file."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -139,10 +139,10 @@ class Payload:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "whisper.pt"])
-def test_a_pickle_with_a_payload_does_not_run(sound: Path, tmp_path: Path, name: str) -> None:
+def test_a_pickle_with_a_payload_does_not_run(valid: Path, tmp_path: Path, name: str) -> None:
     mark = tmp_path / "ran"
     victim = tmp_path / "victim"
-    shutil.copytree(sound / "bins", victim)
+    shutil.copytree(valid / "bins", victim)
     (victim / "pytorch_model.bin").unlink()
     (victim / name).write_bytes(pickle.dumps({"wte.weight": Payload(mark)}))
     path = victim if name == "pytorch_model.bin" else victim / name
@@ -154,9 +154,9 @@ def test_a_pickle_with_a_payload_does_not_run(sound: Path, tmp_path: Path, name:
     assert not mark.exists()
 
 
-def test_a_shard_index_may_not_point_elsewhere(sound: Path, tmp_path: Path) -> None:
+def test_a_shard_index_must_not_leave_its_folder(valid: Path, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
-    shutil.copytree(sound / "shards", victim)
+    shutil.copytree(valid / "shards", victim)
     index = victim / "model.safetensors.index.json"
     values = json.loads(index.read_text())
     values["weight_map"] = dict.fromkeys(values["weight_map"], "../hf/model.safetensors")
@@ -165,9 +165,9 @@ def test_a_shard_index_may_not_point_elsewhere(sound: Path, tmp_path: Path) -> N
         load(victim)
 
 
-def test_a_config_too_large_is_refused_before_memory_is_taken(sound: Path, tmp_path: Path) -> None:
+def test_a_config_too_large_is_refused_before_memory_is_taken(valid: Path, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
-    shutil.copytree(sound / "hf", victim)
+    shutil.copytree(valid / "hf", victim)
     values = json.loads((victim / "config.json").read_text())
     for field, value in (("vocab_size", 2**45), ("n_layer", 10**9), ("n_embd", 12 * 2**30)):
         (victim / "config.json").write_text(json.dumps({**values, field: value}))

@@ -1,4 +1,4 @@
-"""GGUF files: LLaMA and Qwen2 as llama.cpp stores them, in every quantisation, and files that lie."""
+"""GGUF files: LLaMA and Qwen2 as llama.cpp stores them, in every quantisation, and files with false lengths."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZES |= dict(hidden_size=24, num_attention_heads=6, num_key_value_heads=2, tie_
 LLAMA3 = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 LLAMA3 |= dict(original_max_position_embeddings=8192)
 
-# The types whose blocks the package can make; the others are given blocks of random bits.
+# The types that the package can quantise to; for the others the blocks are random bits.
 MADE = ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0"]
 GIVEN = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ1_S", "IQ1_M", "IQ2_S", "IQ2_XS", "IQ2_XXS"]
 GIVEN += ["IQ3_S", "IQ3_XXS", "MXFP4"]
@@ -39,7 +39,7 @@ def llama(**changes: Any) -> Any:
 
 
 def saved(theirs: Any, path: Path, *, architecture: str = "llama", **changes: Any) -> Path:
-    """The model as a file; changes are of its metadata, None takes an entry out."""
+    """The model as a file, with changes of its metadata; None removes an entry."""
     metadata = {**metadata_of(theirs, architecture), **changes}
     return write(path / "model.gguf", tensors_of(theirs, architecture), metadata, architecture=architecture)
 
@@ -95,12 +95,14 @@ def test_linear_rope(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_llama3_rope_is_recognised(tmp_path: Path) -> None:
-    # Wide heads, so that there are frequencies below, within and above the step.
+    # Wide heads, so that there are frequencies below, within and above the transition.
     theirs = llama(hidden_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16, rope_parameters=LLAMA3)
     inv_freq = theirs.model.rotary_emb.inv_freq
     plain = 5e5 ** (-torch.arange(0, 16, 2).float() / 16)
     factors = {"rope_freqs.weight": (plain / inv_freq).numpy()}
-    assert {1.0, 8.0} < set(factors["rope_freqs.weight"].round(4).tolist())  # all kept, all slowed, and a step between
+    assert {1.0, 8.0} < set(
+        factors["rope_freqs.weight"].round(4).tolist()
+    )  # unscaled, fully scaled, and the transition between
     path = write(tmp_path / "m.gguf", {**tensors_of(theirs), **factors}, metadata_of(theirs))
     ours, x = load(path), tokens()
     assert (ours.config.rotary_scaling, ours.config.rotary_factor) == ("llama3", 8.0)
@@ -113,7 +115,7 @@ def test_llama3_rope_is_recognised(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", MADE + GIVEN)
 def test_every_quantisation(tmp_path: Path, kind: str) -> None:
-    """Dequantised in parts, into memory of another type or not, the numbers are the package's own, bit for bit."""
+    """Dequantised in parts, also into another type, the numbers are bit for bit those of the package."""
     number = gguf.GGMLQuantizationType[kind]
     draw = np.random.default_rng(0)
     block, nbytes = gguf.GGML_QUANT_SIZES[number]
@@ -129,14 +131,14 @@ def test_every_quantisation(tmp_path: Path, kind: str) -> None:
     writer.write_tensors_to_file()
     writer.close()
 
-    with np.errstate(all="ignore"):  # of random scales, some are infinite
+    with np.errstate(all="ignore"):  # some of the random scales are infinite
         expected = torch.from_numpy(gguf.quants.dequantize(raw, number))
     weights = GgufWeights(tmp_path / "x.gguf")
     assert weights.shapes == {"x": (rows, width)}
     stored = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind, torch.float32)
     assert weights.dtypes == {"x": stored}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("clearhead.checkpoint.gguf_file.CHUNK", 3 * width)  # the last part is a short one
+        patch.setattr("clearhead.checkpoint.gguf_file.CHUNK", 3 * width)  # the last part is shorter
         read = weights.read("x")
         out = torch.empty(rows, width, dtype=torch.float64)
         weights.read_into("x", out)
@@ -147,7 +149,7 @@ def test_every_quantisation(tmp_path: Path, kind: str) -> None:
 
 @torch.no_grad()
 def test_a_quantised_model(tmp_path: Path) -> None:
-    """The answers are those of the model with the dequantised weights."""
+    """The output is that of the model with the dequantised weights."""
     sizes = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, intermediate_size=96)
     theirs, x = llama(**sizes), tokens()
     tensors = tensors_of(theirs)
@@ -155,7 +157,7 @@ def test_a_quantised_model(tmp_path: Path) -> None:
     path = write(tmp_path / "q.gguf", tensors, metadata_of(theirs), kinds=kinds)
     kind = gguf.GGMLQuantizationType.Q8_0
     for tensor in theirs.state_dict().values():
-        if tensor.ndim == 2:  # blocks lie along rows, which the order of rows leaves alone
+        if tensor.ndim == 2:  # blocks are within rows, so the order of rows does not matter
             tensor.copy_(torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), kind), kind)))
     ours = load(path)
     assert ours.tokens.weight.dtype == torch.float32
@@ -163,7 +165,7 @@ def test_a_quantised_model(tmp_path: Path) -> None:
     assert load(path, dtype=torch.bfloat16).tokens.weight.dtype == torch.bfloat16
 
 
-def test_half_stays_half(tmp_path: Path) -> None:
+def test_float16_stays_float16(tmp_path: Path) -> None:
     theirs = llama()
     tensors = tensors_of(theirs)
     kinds = {name: "F16" for name, tensor in tensors.items() if tensor.ndim == 2}
@@ -172,7 +174,7 @@ def test_half_stays_half(tmp_path: Path) -> None:
     assert torch.equal(ours.tokens.weight, theirs.model.embed_tokens.weight.half())
 
 
-def test_how_to_start_stop_and_pad(tmp_path: Path) -> None:
+def test_special_tokens(tmp_path: Path) -> None:
     ids = {"bos": 1, "eos": 2, "eot": 7, "eom": 2, "padding": 3}
     ours = load(saved(llama(), tmp_path, **{f"tokenizer.ggml.{role}_token_id": id for role, id in ids.items()}))
     assert (ours.generation.bos, ours.generation.eos, ours.generation.pad) == (1, (2, 7), 3)
@@ -180,24 +182,24 @@ def test_how_to_start_stop_and_pad(tmp_path: Path) -> None:
     assert unset.generation == Generation()
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_refusals(tmp_path: Path) -> None:
     theirs = llama()
 
-    def told(**changes: Any) -> str:
+    def refused(**changes: Any) -> str:
         return refusal(saved(theirs, tmp_path, **{f"llama.{key.replace('__', '.')}": v for key, v in changes.items()}))
 
-    assert "'attention.clamp_kqv'" in told(attention__clamp_kqv=3.0)
-    assert "'expert_count' to 8" in told(expert_count=8)
-    assert "rope scaling 'yarn'" in told(rope__scaling__type="yarn")
-    assert "'rope.dimension_count' to 2" in told(rope__dimension_count=2)
-    assert "None as its 'embedding_length'" in told(embedding_length=None)
-    assert "0 as its 'attention.head_count'" in told(attention__head_count=0)
-    assert "'blk.0.attn_q.weight' of shape (24, 24)" in told(attention__key_length=6, rope__dimension_count=6)
-    assert "'blk.0.attn_k.weight'" in told(attention__head_count_kv=3)
-    assert "shape (53, 24)" in told(embedding_length=48, rope__dimension_count=8)
-    assert "do not fit" in told(block_count=1)
-    assert "asks for 2000000000" in told(block_count=2 * 10**9)
-    assert "'one' as its 'rope.freq_base'" in told(rope__freq_base="one")
+    assert "'attention.clamp_kqv'" in refused(attention__clamp_kqv=3.0)
+    assert "'expert_count' to 8" in refused(expert_count=8)
+    assert "rope scaling 'yarn'" in refused(rope__scaling__type="yarn")
+    assert "'rope.dimension_count' to 2" in refused(rope__dimension_count=2)
+    assert "None as its 'embedding_length'" in refused(embedding_length=None)
+    assert "0 as its 'attention.head_count'" in refused(attention__head_count=0)
+    assert "'blk.0.attn_q.weight' of shape (24, 24)" in refused(attention__key_length=6, rope__dimension_count=6)
+    assert "'blk.0.attn_k.weight'" in refused(attention__head_count_kv=3)
+    assert "shape (53, 24)" in refused(embedding_length=48, rope__dimension_count=8)
+    assert "do not fit" in refused(block_count=1)
+    assert "asks for 2000000000" in refused(block_count=2 * 10**9)
+    assert "'one' as its 'rope.freq_base'" in refused(rope__freq_base="one")
     assert "one of 3 pieces" in refusal(saved(theirs, tmp_path, **{"split.count": 3}))
     path = write(tmp_path / "m.gguf", tensors_of(theirs), metadata_of(theirs), architecture="lama")
     assert "did you mean 'llama'?" in refusal(path)
@@ -211,7 +213,7 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         load(path)
 
 
-LIES = {
+FALSE_NUMBERS = {
     "keys": (16, struct.pack("<Q", 2**63)),
     "tensors": (8, struct.pack("<Q", 2**63)),
     "first string": (24, struct.pack("<Q", 2**63)),
@@ -222,19 +224,19 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_headers_that_lie(tmp_path: Path, lie: str) -> None:
+@pytest.mark.parametrize("field", FALSE_NUMBERS)
+def test_headers_with_false_numbers(tmp_path: Path, field: str) -> None:
     path = saved(llama(), tmp_path, **{"general.tags": ["a", "b"], "general.numbers": [1, 2, 3]})
-    at, new = LIES[lie]
+    at, new = FALSE_NUMBERS[field]
     data = bytearray(path.read_bytes())
     data[at : at + len(new)] = new
     path.write_bytes(data)
     started = time.monotonic()
     assert "not a whole GGUF file" in refusal(path)
-    assert time.monotonic() - started < 5  # seconds: a lie that was believed would take for ever
+    assert time.monotonic() - started < 5  # seconds; a reader that trusts the number would hang
 
 
-def test_lists_and_tensors_that_lie(tmp_path: Path) -> None:
+def test_lists_and_tensors_with_false_lengths(tmp_path: Path) -> None:
     path = saved(llama(), tmp_path, **{"general.tags": ["a", "b"], "general.numbers": [7, 8, 9]})
     whole = path.read_bytes()
     strings, numbers = whole.index(b"general.tags") + 12, whole.index(b"general.numbers") + 15
@@ -245,7 +247,7 @@ def test_lists_and_tensors_that_lie(tmp_path: Path) -> None:
         lying[at : at + 8] = struct.pack("<Q", value)
         path.write_bytes(lying)
         assert "not a whole GGUF file" in refusal(path)
-    # All tensors at the same place: a small file would fill a large memory.
+    # All tensors at the same offset: a small file would need much memory.
     assert "too few for 'x'" in refusal(_overlapping(tmp_path))
 
 
@@ -259,7 +261,7 @@ def _overlapping(tmp_path: Path) -> Path:
 
 
 def test_damaged_files(tmp_path: Path, unchecked: None) -> None:
-    """Cut anywhere, or with any bytes changed, a file is refused or loads; nothing else happens, and soon."""
+    """A file that is cut, or has changed bytes, is refused or loads, and this takes little time."""
     path = saved(llama(), tmp_path, **{"tokenizer.ggml.tokens": ["a", "b", "c"], "tokenizer.ggml.bos_token_id": 1})
     whole = path.read_bytes()
     head = whole.index(b"output_norm.weight") + 60

@@ -1,4 +1,4 @@
-"""llama2.c's .bin, written from transformers' models as its exporter does, and files that are not what they say."""
+"""llama2.c's .bin, written from transformers' models as its exporter does, and files of other kinds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES |= dict(hidden_size=24, num_attention_heads=6, num_key_value_heads=2, rms_
 
 
 def permute(x: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """Rotary pairs as neighbours, as Meta's weights and llama2.c have them."""
+    """Rotary pairs as neighbours, as in Meta's weights and llama2.c."""
     return x.unflatten(0, (n_heads, 2, -1)).transpose(1, 2).reshape(x.shape)
 
 

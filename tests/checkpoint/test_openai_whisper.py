@@ -1,4 +1,4 @@
-"""OpenAI's Whisper .pt: the names of its own, its special tokens, and pickles that must not run."""
+"""OpenAI's Whisper .pt: its tensor names, its special tokens, and pickles that must not run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers.models.whisper.configuration_whisper import NON_SPEECH_TOKENS,
 import clearhead as ch
 from clearhead.checkpoint import load
 
-# From transformers' own converter (convert_openai_to_hf.py), the other way round.
+# The inverse of transformers' own converter (convert_openai_to_hf.py).
 RENAMES = {
     "layers": "blocks",
     "fc1": "mlp.0",
@@ -82,7 +82,7 @@ def test_openai_whisper(tmp_path: Path) -> None:
     ],
 )
 def test_special_tokens(tmp_path: Path, vocab_size: int, end: int, signs: list[int], start: tuple[int, ...]) -> None:
-    """transformers' lists of signs that stand for no speech agree, but for the special tokens at their end."""
+    """transformers has the same lists of non-speech tokens, except for the special tokens at their end."""
     torch.save(held(model(vocab_size)), tmp_path / "m.pt")
     found = load(tmp_path / "m.pt").generation
     assert (found.eos, found.decoder_start, found.forced_start) == ((end,), end + 1, start)
@@ -96,7 +96,7 @@ class Payload:
         return Path.touch, (Path("/tmp/clearhead-was-run"),)
 
 
-def test_what_is_refused(tmp_path: Path, unchecked: None) -> None:
+def test_refusals(tmp_path: Path, unchecked: None) -> None:
     path, whole = tmp_path / "tiny.pt", held(model())
     torch.save({**whole, "dims": Payload()}, path)
     assert "only tensors are read, never code" in refusal(path)

@@ -1,4 +1,4 @@
-"""Weights held in fewer bits: asked for when loading, never saved."""
+"""Quantised weights: chosen when loading, never saved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clearhead.errors import CheckpointError, InputError
 from clearhead.quantization.integer import quantize
 
 
-def test_loading_in_fewer_bits(tmp_path: Path) -> None:
+def test_load_quantised(tmp_path: Path) -> None:
     model: Any = ch.build(ch.preset("gpt2", n_layers=2, d_model=64, n_heads=4, d_ff=128, vocab_size=300)).eval()
     ch.save(model, tmp_path / "gpt")
     tokens = torch.arange(7)[None]

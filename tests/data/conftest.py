@@ -1,4 +1,4 @@
-"""A small corpus, and the oracles, imported with their own warnings out of the way."""
+"""A small corpus, and the libraries to compare with, imported without their warnings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENDS = "d t ing ung lich er ed es tion ß heit s"
 
 
 def make_lines(count: int = 600, seed: int = 0) -> list[str]:
-    """Lines of common and of made-up words, with a vocabulary large enough to learn pieces from."""
+    """Lines of common and of random words, with enough different ones to train a tokenizer."""
     draw = random.Random(seed)
     made = ["".join(draw.choice(parts.split()) for parts in (STARTS, MIDDLES, ENDS)) for _ in range(400)]
     words = COMMON.split(" ") * 20 + made

@@ -1,4 +1,4 @@
-"""Sound: resampling against scipy and against the truth, the log-mel front end against transformers', files good and bad."""
+"""Sound: resampling against scipy and exact signals, log-mel spectrograms against transformers', valid and broken files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ soundfile = pytest.importorskip("soundfile")
 
 
 def sweep(rate: int, seconds: float = 1.0, low: float = 50.0, high: float = 7000.0) -> Tensor:
-    """A sine that rises evenly from `low` to `high` Hz, faded in and out."""
+    """A sine whose frequency rises linearly from `low` to `high` Hz, faded in and out."""
     t = torch.arange(round(rate * seconds), dtype=torch.float64) / rate
     phase = 2 * math.pi * (low * t + (high - low) * t**2 / (2 * seconds))
     return (torch.sin(phase) * torch.sin(math.pi * t / seconds) ** 2).float()
@@ -30,9 +30,9 @@ def sweep(rate: int, seconds: float = 1.0, low: float = 50.0, high: float = 7000
 
 @pytest.mark.parametrize("rate", [44_100, 48_000, 22_050, 96_000, 16_001])
 def test_resampling_a_sweep(rate: int) -> None:
-    """What lies within both rates comes out as if it had been sampled so at once."""
+    """Frequencies that both rates can represent are as if the signal had been sampled at the new rate."""
     ours = resample(sweep(rate), rate)
-    # The filter's ripple is 0.01 dB at most, a part in a thousand; what is left of it here is far less.
+    # The filter's ripple is at most 0.01 dB, which is 1e-3; here it is much less.
     torch.testing.assert_close(ours, sweep(RATE), rtol=0, atol=1e-4)
 
 
@@ -44,12 +44,12 @@ def test_resampling_upwards() -> None:
 def test_resampling_against_scipy(rate: int, up: int, down: int) -> None:
     sound = sweep(rate, high=3500.0)
     theirs = resample_poly(sound.double().numpy(), up, down, window=("kaiser", 9.0))
-    # scipy's filter is shorter, with a ripple of 0.1 dB near its edge; both leave 3,500 Hz alone
+    # scipy's filter is shorter, with a ripple of 0.1 dB near its edge; both pass 3,500 Hz unchanged
     np.testing.assert_allclose(resample(sound, rate).numpy(), theirs, rtol=0, atol=2e-3)
 
 
-def test_what_does_not_fit_is_filtered_out() -> None:
-    """Above half of the new rate nothing may come back as another tone: less than -80 dB."""
+def test_frequencies_above_the_new_rate_are_removed() -> None:
+    """A frequency above half of the new rate must not appear as another one: less than -80 dB."""
     t = torch.arange(44_100, dtype=torch.float64) / 44_100
     for tone in (8100.0, 9000.0, 15_000.0, 20_000.0):
         left = resample(torch.sin(2 * math.pi * tone * t).float(), 44_100)[2000:-2000]
@@ -68,7 +68,7 @@ def test_resampling_keeps_lengths_and_constants() -> None:
 
 
 def plain_log_mel(sound: np.ndarray, filters: np.ndarray) -> np.ndarray:
-    """The same from its definition, in float64: each frame cut out, windowed, transformed and weighed on its own."""
+    """The same by its definition, in float64: each frame is cut out, windowed, transformed and weighted by itself."""
     padded = np.pad(np.pad(sound, (0, 480_000))[:480_000].astype(np.float64), 200, mode="reflect")
     window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(400) / 400)
     power = [np.abs(np.fft.rfft(padded[at : at + 400] * window)) ** 2 for at in range(0, 480_000, 160)]
@@ -83,10 +83,10 @@ def test_log_mel_is_whispers(transformers: Any, n_mels: int) -> None:
         sound = sweep(RATE, seconds) + 0.01 * torch.randn(round(RATE * seconds))
         ours = log_mel(sound, n_mels)
         assert ours.shape == (n_mels, 3000)
-        # transformers calls the same torch.stft, so that its agreement shows the recipe, not the numbers
+        # transformers also calls torch.stft, so its agreement checks the steps, not the numbers
         theirs = extractor(sound.numpy(), sampling_rate=RATE, return_tensors="np").input_features[0]
         np.testing.assert_allclose(ours.numpy(), theirs, rtol=0, atol=1e-5)
-        # float32 against float64: where a band is almost silent, the logarithm magnifies the rounding
+        # float32 against float64: in an almost silent band the logarithm magnifies the rounding
         plain = plain_log_mel(sound.numpy(), extractor.mel_filters.T)
         np.testing.assert_allclose(ours.numpy(), plain, rtol=0, atol=1e-4)
         assert np.abs(ours.numpy() - plain).mean() < 1e-6
@@ -99,7 +99,7 @@ def test_mel_filters(transformers: Any, n_mels: int) -> None:
     np.testing.assert_allclose(mel_filters(n_mels).numpy(), theirs.T, rtol=0, atol=1e-8)
 
 
-def test_log_mel_of_silence_and_of_less() -> None:
+def test_log_mel_of_silence_and_short_sound() -> None:
     assert torch.equal(log_mel(torch.zeros(5)), torch.full((80, 3000), -1.5))  # log10 of the floor, 1e-10
     assert log_mel(sweep(RATE), 7, seconds=0.26).shape == (7, 26)
 
@@ -129,12 +129,14 @@ def test_bad_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         load_audio(tmp_path / "empty.wav")
 
 
-def test_a_header_that_announces_too_much(tmp_path: Path) -> None:
-    """A flac of a second that claims 2^36 samples is read as far as it goes, or refused; memory stays where it is."""
+def test_a_header_with_too_many_samples(tmp_path: Path) -> None:
+    """A flac file of one second that claims 2^36 samples is read to its end or refused; memory does not grow."""
     path = tmp_path / "x.flac"
     soundfile.write(path, sweep(RATE).numpy(), RATE)
     data = bytearray(path.read_bytes())
-    assert data[4] & 0x7F == 0  # the stream's description comes first: 36 bits of length from the middle of byte 21 on
+    assert (
+        data[4] & 0x7F == 0
+    )  # the stream info block comes first: it has the length in 36 bits from the middle of byte 21
     data[21] |= 0x0F
     data[22:26] = b"\xff\xff\xff\xf0"
     path.write_bytes(data)

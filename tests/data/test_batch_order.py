@@ -1,4 +1,4 @@
-"""The order of rows: a pure function of (seed, step), every row once an epoch, other batches in the next, little padding."""
+"""The order of rows: a pure function of (seed, step), every row once an epoch, new batches in each epoch, little padding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.shared_data import shared_data
 
 
 def some_lengths(n: int = 997, seed: int = 3) -> list[np.ndarray]:
-    """Source and target lengths as of real sentences: long tails, and alike."""
+    """Lengths like those of real sentences: with long tails, and similar for source and target."""
     random = np.random.default_rng(seed)
     source = 2 + random.gamma(4, 4, n)
     return [source.astype(np.int64), (source * random.uniform(0.8, 1.4, n)).astype(np.int64) + 1]
@@ -47,7 +47,7 @@ def test_row_order_is_a_pure_function() -> None:
     forward = [one.rows(step).tolist() for step in range(40)]
     assert forward == [two.rows(step).tolist() for step in reversed(range(40))][::-1]
     assert forward[:15] != [RowOrder(101, 7, 6).rows(step).tolist() for step in range(15)]
-    assert forward[0] != one.rows(101)[:7].tolist()  # step 101 begins epoch 7 anew
+    assert forward[0] != one.rows(101)[:7].tolist()  # step 101 starts epoch 7, with a new order
     assert one.epoch(0) == 0
     assert one.epoch(101) == 7
 
@@ -68,7 +68,7 @@ def test_token_order_is_a_pure_function() -> None:
     st.integers(1, 2),
 )
 def test_token_order(pairs: list[tuple[int, int]], budget: int, max_rows: int | None, n_columns: int) -> None:
-    """In every epoch each row once, and no batch over the budget in any column."""
+    """Every epoch has each row once, and no batch exceeds the budget in any column."""
     lengths = [np.array(column) for column in zip(*pairs, strict=True)][:n_columns]
     order = TokenOrder(lengths, budget, 7, max_rows)
     step = 0
@@ -93,7 +93,7 @@ def test_token_order(pairs: list[tuple[int, int]], budget: int, max_rows: int | 
     st.sampled_from([None, 1, 3]),
 )
 def test_packed_order(pairs: list[tuple[int, int]], rooms: tuple[int, int], max_rows: int | None) -> None:
-    """In every epoch each row once, in another order; no batch over its room, and none that had room for the next row."""
+    """Every epoch has each row once, in another order. No batch exceeds its limit, and none had space for the next row."""
     lengths = [np.array(column) for column in zip(*pairs, strict=True)]
     plans = epochs(PackedOrder(lengths, rooms, 7, max_rows), 3)
     for batches in plans:
@@ -124,8 +124,8 @@ def test_batches_change_from_epoch_to_epoch() -> None:
     for number, batch in enumerate(second):
         home[batch] = number
     together = np.mean([(home[batch][:, None] == home[batch]).mean() for batch in first])
-    assert together < 0.4  # of the rows that share a batch, those that still do; an unshuffled order has 1
-    # Short and long batches are mixed: the order of their widths is no rising one.
+    assert together < 0.4  # the share of pairs of rows that share a batch again; 1 without shuffling
+    # Short and long batches are mixed: their widths do not rise.
     widths = [lengths[0][batch].max() for batch in first]
     assert abs(np.corrcoef(widths, np.arange(len(widths)))[0, 1]) < 0.2
 
@@ -137,9 +137,9 @@ def test_batches_are_full() -> None:
     assert np.mean(held) > 0.9 * 1009
 
 
-def test_padding_waste_is_what_it_says() -> None:
+def test_padding_waste() -> None:
     lengths = [np.array([2, 3, 5]), np.array([7, 7, 1])]
-    # 2 x 3 + 2 x 7 and 5 + 1 places, for 2 + 3 + 7 + 7 and 6 tokens
+    # 2 x 3 + 2 x 7 and 5 + 1 positions, for 2 + 3 + 7 + 7 and 6 tokens
     assert padding_waste(lengths, [np.array([0, 1]), np.array([2])]) == pytest.approx(1 - 25 / 26)
 
 
@@ -164,7 +164,7 @@ def learn(*files: Path) -> Tokenizer:
     return train_tokenizer(texts=lines, vocab_size=4001)
 
 
-def test_what_can_not_be_ordered() -> None:
+def test_refusals() -> None:
     with pytest.raises(InputError, match=r"row 1 has 11 tokens, more than a whole batch of 7; raise"):
         TokenOrder([np.array([1, 2]), np.array([1, 11])], 7, 0)
     with pytest.raises(InputError, match="0 rows"):

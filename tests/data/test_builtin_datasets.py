@@ -1,4 +1,4 @@
-"""Embedded data: the standard library's source and scikit-learn's digits."""
+"""Datasets without a download: the standard library's source and scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clearhead.data.builtin_datasets import digits, held_out_fifth, standard_lib
 from clearhead.errors import InputError, MissingExtraError
 
 
-def test_the_standard_library_is_source_and_only_that() -> None:
+def test_the_standard_library_is_only_source() -> None:
     files = standard_library()
     names = [path.relative_to(sysconfig.get_path("stdlib")).as_posix() for path in files]
     assert names == sorted(names) == sorted(set(names))
@@ -35,7 +35,7 @@ def test_digits_are_scikit_learns() -> None:
     pictures, labels = digits()
     theirs = datasets.load_digits()
     assert pictures.shape == (1797, 1, 8, 8)
-    # 17 levels from 0 to 255, 15.94 apart: each comes back by division
+    # 17 levels from 0 to 255, 15.94 apart: division restores each
     assert torch.equal(pictures[:, 0].double().mul(16 / 255).round(), torch.from_numpy(theirs.images))
     assert (int(pictures.min()), int(pictures.max())) == (0, 255)
     assert torch.equal(labels, torch.from_numpy(theirs.target))
@@ -47,7 +47,7 @@ def test_a_fifth_of_each_class_is_held_out() -> None:
     for label in range(7):
         assert int(held_out[labels == label].sum()) == int((labels == label).sum()) // 5
     assert torch.equal(held_out, held_out_fifth(labels))
-    # more pictures at the end change nothing before
+    # more images at the end do not change the split of the others
     assert torch.equal(held_out[:401], held_out_fifth(labels[:401]))
 
 

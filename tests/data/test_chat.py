@@ -1,4 +1,4 @@
-"""Chat templates: like transformers, in a sandbox, with errors that say what to do."""
+"""Chat templates: the same prompts as transformers, a sandbox, and helpful errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_same_prompt_as_transformers(add_generation_prompt: bool, tmp_path: Path
     assert "{{ 7 * 7 }}" in ours
 
 
-def test_template_beside_wins_and_named_ones_are_found(tmp_path: Path) -> None:
+def test_a_template_file_takes_precedence_and_named_templates_are_found(tmp_path: Path) -> None:
     TOKENIZER.chat_template = None
     TOKENIZER.save(tmp_path)
     config = tmp_path / "tokenizer_config.json"
@@ -67,13 +67,13 @@ def test_template_beside_wins_and_named_ones_are_found(tmp_path: Path) -> None:
         "{% for i in range(10 ** 9) %}{% endfor %}",
     ],
 )
-def test_a_hostile_template_gets_nowhere(hostile: str) -> None:
+def test_a_hostile_template_is_harmless(hostile: str) -> None:
     before = [dict(message) for message in MESSAGES]
     try:
         shown = chat(hostile)
     except InputError:
         shown = ""
-    # Some are refused, some find an undefined value, which prints as nothing.
+    # Some are refused; others get an undefined value, which prints as an empty text.
     assert shown == ""
     assert before == MESSAGES
 
@@ -96,7 +96,7 @@ def test_refusals(template: str | None, messages: object, words: str) -> None:
         chat(template, messages)
 
 
-def test_missing_jinja_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_jinja(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)
     with pytest.raises(MissingExtraError, match=r"pip install clearhead\[chat\]"):
         chat(CHATML)

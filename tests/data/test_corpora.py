@@ -1,4 +1,4 @@
-"""Corpora as people have them: bad bytes, blank lines, a 10 MB line, CRLF, byte order marks, tables of five formats."""
+"""Real-world corpora: bad bytes, blank lines, a line of 10 MB, CRLF, byte order marks, tables in five formats."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write(path: Path, content: str | bytes) -> Path:
 
 
 def documents(*files: Path, **options: Any) -> list[str]:
-    """Whole documents, put together from their pieces."""
+    """Whole documents, joined from their parts."""
     texts = [""]
     for piece in read_texts(files, **options):
         texts[-1] += piece.text
@@ -61,16 +61,14 @@ def test_crlf_and_byte_order_mark(tmp_path: Path) -> None:
     assert documents(file, documents="line") == ["one", "two\rthree"]
 
 
-def test_crlf_where_a_piece_is_cut(tmp_path: Path) -> None:
+def test_crlf_at_the_end_of_a_part(tmp_path: Path) -> None:
     for extra in range(-3, 3):
         text = "x" * (MAX_PART + extra) + "\r\n" + "y" * (MAX_PART - 1) + "\r"
         assert documents(write(tmp_path / "a.txt", text)) == [text.replace("\r\n", "\n")]
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), max_size=6), st.booleans())
-def test_every_character_comes_through(
-    tmp_path_factory: pytest.TempPathFactory, parts: list[str], zipped: bool
-) -> None:
+def test_every_character_is_read(tmp_path_factory: pytest.TempPathFactory, parts: list[str], zipped: bool) -> None:
     text = "é\n".join(parts)
     file = tmp_path_factory.mktemp("any") / ("a.txt.gz" if zipped else "a.txt")
     file.write_bytes(gzip.compress(text.encode()) if zipped else text.encode())
@@ -91,7 +89,7 @@ def test_bad_bytes(tmp_path: Path) -> None:
     assert dropped.lines() == ["1 of 3 lines dropped: invalid UTF-8 (a.txt:2)"]
 
 
-def test_a_bad_byte_in_a_long_line_ends_no_other(tmp_path: Path) -> None:
+def test_a_bad_byte_drops_only_its_part_of_a_long_line(tmp_path: Path) -> None:
     file = write(tmp_path / "a.txt", b"x" * MAX_PART + b"\xff\nnext\n")
     assert documents(file, documents="line", policy=Policy(bad_bytes="drop")) == ["x" * MAX_PART, "next"]
 
@@ -125,7 +123,7 @@ def test_memory_stays_bounded(tmp_path: Path, line: bytes) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert read_size == file.stat().st_size
-    assert peak < 2_000_000  # a piece of 65,536 characters, its lines and the decoder's own buffers
+    assert peak < 2_000_000  # a part of 65,536 characters, its lines and the decoder's buffers
 
 
 def test_pairs(tmp_path: Path) -> None:
@@ -197,7 +195,7 @@ def test_tsv_and_headers(tmp_path: Path) -> None:
     assert list(read_labelled(headed)) == [("good", "1")]
     with pytest.raises(InputError, match=r"b.tsv:1 has no column 'sentence', only 'id', 'label', 'text'"):
         list(read_labelled(headed, columns=("sentence", "label")))
-    # Two columns, and one of the names is there: a header, not a row with the label "label".
+    # Two columns, and one of them has the expected name: a header, not a row with the label "label".
     with pytest.raises(InputError, match="no column 'text', only 'sentence', 'label'"):
         list(read_labelled(write(tmp_path / "c.tsv", "sentence\tlabel\nx\t1\n")))
     with pytest.raises(InputError, match=r"d.tsv:2 has 3 columns, the first row 2"):
@@ -275,7 +273,7 @@ def test_policies_are_checked() -> None:
         Policy(bad_bytes="replaced")
 
 
-def test_find_pictures(tmp_path: Path) -> None:
+def test_find_images(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"holds 0 folders, .* one folder for each class"):
         find_images(tmp_path)
     for name in ("dog/b.png", "dog/a.JPG", "cat/c.png", "cat/notes.txt"):

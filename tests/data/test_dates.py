@@ -1,4 +1,4 @@
-"""Dates: one reading each, Babel's own wording where the form is Babel's, and no held-out day in the training pairs."""
+"""Dates: each text has one meaning, forms of Babel are as Babel writes them, and no held-out day is in the training pairs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from clearhead.errors import InputError, MissingExtraError
 
 babel = pytest.importorskip("babel")
 
-YEAR = [date(1987, 1, 1) + timedelta(days) for days in range(365)]  # written out in every form, so one year will do
+YEAR = [date(1987, 1, 1) + timedelta(days) for days in range(365)]  # in every form, so one year is enough
 
 
 def read_alone(form: str) -> tuple[str, str]:
-    """A numeric form with its numbers hidden, and the order they come in."""
+    """A numeric form with "#" for its numbers, and their order."""
     slots = re.findall(r"\{([dMy])", form)
     return re.sub(r"\{[dM]+\}", "#", form), "".join(slots)
 
 
-def test_every_text_has_one_reading() -> None:
-    """Every form of every locale, for every day that could be taken for a month, and one more."""
+def test_every_text_has_one_meaning() -> None:
+    """Every form of every locale, for every day of the month that could be a month, and one more."""
     meaning: dict[str, date] = {}
     for name, locale in dates._load_locales().items():
         for day in (day for day in YEAR if day.day <= 13):
@@ -41,7 +41,7 @@ def test_every_text_has_one_reading() -> None:
 
 
 def test_no_region_reads_the_numbers_in_another_order() -> None:
-    """en_GB or pt_PT may write as they like, but not one of our numeric forms with another meaning."""
+    """Regions such as en_GB or pt_PT may have other forms, but not one of our numeric forms with another meaning."""
     ours = [form for locale in dates._load_locales().values() for form in locale.usual[3] + locale.casual[3]]
     order = dict(read_alone(re.sub(r",? ?\(?\{E+\}\)?,? ?", "", form)) for form in ours if "{M" in form)
     assert order["#.#.{y}"] == "dMy"
@@ -56,7 +56,7 @@ def test_no_region_reads_the_numbers_in_another_order() -> None:
 
 
 def test_listopada_is_october_in_croatian_and_november_in_polish() -> None:
-    """Either is written only where its punctuation tells them apart."""
+    """Both are used only where the punctuation distinguishes them."""
     months: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)
     for text, iso, locale in make_dates(20_011, 1, locales=("hr", "pl"), casual=0.5):
         if found := re.search(r"\d+(\.? listopada )\d", text):
@@ -66,7 +66,7 @@ def test_listopada_is_october_in_croatian_and_november_in_polish() -> None:
 
 @pytest.mark.parametrize("name", LOCALES)
 def test_forms_are_babels(name: str) -> None:
-    """What Babel writes for a day is among our texts for it, but for spaces, the order that is disputed, and Finnish."""
+    """Babel's texts for a day are among ours, except for spaces, ambiguous orders, and Finnish."""
     from babel.dates import format_date, format_skeleton
 
     locale = dates._load_locales()[name]
@@ -75,12 +75,12 @@ def test_forms_are_babels(name: str) -> None:
         theirs = {format_date(day, form, name) for form in ("medium", "long", "full")}
         theirs |= {format_skeleton(skeleton, day, locale=name) for skeleton in ("yMd", "yMMMd", "yMMMEd")}
         theirs = {" ".join(text.split()) for text in theirs if not re.search(r"\d/\d+/\d{4}", text)}
-        if name == "fi":  # "tiistai", Tuesday, where we write "tiistaina", on Tuesday: see the comment in _form
+        if name == "fi":  # "tiistai", Tuesday; ours is "tiistaina", on Tuesday: see the comment in _form
             theirs.remove(" ".join(format_date(day, "full", name).split()))
         assert theirs <= ours
 
 
-def test_people_write_articles_ordinals_and_small_letters() -> None:
+def test_casual_forms_have_articles_ordinals_and_lower_case() -> None:
     texts = {pair.text for pair in make_dates(40_009, 2, locales=("en", "fr", "de", "it"), casual=0.5)}
     for pattern in (
         r"on \w+ 3rd, \d{4}",
@@ -96,22 +96,22 @@ def test_people_write_articles_ordinals_and_small_letters() -> None:
     assert not any(re.search(r"1th|11st|12nd|13rd|2th|3th", re.sub("1[123]th", "", text)) for text in texts)
 
 
-def test_every_locale_and_every_year_comes_up() -> None:
+def test_every_locale_and_every_year_occurs() -> None:
     pairs = make_dates(33 * 101, 3)
     assert [pair.locale for pair in pairs] == list(LOCALES) * 101
     assert {pair.iso[:4] for pair in pairs} == {str(year) for year in range(1900, 2100)}
-    # ASCII digits only; and no space that a keyboard lacks
+    # only ASCII digits and plain spaces
     assert not any(re.search(r"[^\S ]|(?![0-9])\d", pair.text) for pair in pairs)
     assert len(LOCALES) == len(set(LOCALES)) >= 33
 
 
-def test_no_day_is_on_both_sides() -> None:
+def test_no_day_is_in_both_splits() -> None:
     train, held_out = split_dates(7, n_train=20_011, n_held_out=2_003)
     assert (len(train), len(held_out)) == (20_011, 2_003)
     days = [{pair.iso for pair in pairs} for pairs in (train, held_out)]
     assert not days[0] & days[1]
     assert {pair.locale for pair in held_out} == set(LOCALES)
-    # every month, day of the month and year is seen in training, so that reading can be learnt
+    # training has every month, day of the month and year, so that all of them can be learnt
     for part in (slice(4), slice(5, 7), slice(8, 10)):
         assert {day[part] for day in days[0]} >= {day[part] for day in days[1]}
     share = sum(map(is_held_out, YEAR)) / len(YEAR)
@@ -127,7 +127,7 @@ def test_the_held_out_pairs_do_not_depend_on_the_seed() -> None:
 PROGRAM = """
 import hashlib, sys
 from babel import Locale
-for name in ("th", "rm", "en_GB", "ko", "zh"):  # Babel lets locales change one another as they are read
+for name in ("th", "rm", "en_GB", "ko", "zh"):  # in Babel, reading a locale can change another one
     for names in (Locale.parse(name).months, Locale.parse(name).days):
         [list(names[context][width].values()) for context in names for width in names[context]]
 from clearhead.data.dates import make_dates
@@ -166,4 +166,4 @@ def test_an_unknown_split(unchecked: None) -> None:
 def test_without_babel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "babel", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'clearhead\[demo\]'"):
-        dates._load_locales.__wrapped__()  # behind the cache
+        dates._load_locales.__wrapped__()  # without the cache

@@ -1,4 +1,4 @@
-"""Pictures into a store: resized and cropped as a model reads them later, unreadable ones reported."""
+"""Images into a store: resized and cropped as for a loaded model; unreadable ones are reported."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("n_channels", [1, 3])
-def test_pictures(folder: Path, tmp_path: Path, n_channels: int) -> None:
+def test_images(folder: Path, tmp_path: Path, n_channels: int) -> None:
     found = find_images(folder)
-    told: list[tuple[int, int]] = []
-    store = prepare_images(tmp_path / "s", found, 11, n_channels, progress=lambda *numbers: told.append(numbers))
+    progress: list[tuple[int, int]] = []
+    store = prepare_images(tmp_path / "s", found, 11, n_channels, progress=lambda *numbers: progress.append(numbers))
     store.check()
     assert store["picture"].flat.shape == (4, n_channels, 11, 11)
     assert store.info["labels"] == ["cat", "dog"]
     assert store["label"].flat.tolist() == [0, 0, 1, 1]
-    assert told[-1][0] == told[-1][1] > 0
-    # What is trained on is what a loaded model is shown.
+    assert progress[-1][0] == progress[-1][1] > 0
+    # Training and inference see the same numbers.
     prepare = ImagePreprocessing(size=11, crop=(11, 11), mean=(0.0,), std=(1.0,))
     for row, (path, _) in enumerate(found):
         shown = load_image(path, prepare, n_channels=n_channels)
@@ -53,7 +53,7 @@ def test_made_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert isinstance(prepare_images(tmp_path / "s", find_images(folder), 11), Store)
 
 
-def test_unreadable_pictures(folder: Path, tmp_path: Path) -> None:
+def test_unreadable_images(folder: Path, tmp_path: Path) -> None:
     (folder / "dog" / "b.png").write_bytes(b"no picture")
     with pytest.raises(InputError, match=r"dog/b.png is no picture that can be read"):
         prepare_images(tmp_path / "s", find_images(folder), 11)

@@ -18,7 +18,7 @@ from .conftest import SPM, TEXTS, make_lines, train_spm, write_json
 
 
 def is_simple(letter: str) -> bool:
-    """Not a part of a larger grapheme: the library's charsmap normalizer goes by graphemes, SentencePiece does not."""
+    """Whether no grapheme has several characters: the library's charsmap normalizer works on graphemes, SentencePiece does not."""
     jamo = "\u1100" <= letter < "\u1200" or "\ua960" <= letter < "\ua980" or "\ud7b0" <= letter < "\ud800"
     return unicodedata.category(letter) not in ("Mn", "Mc", "Me", "Cf") and not jamo
 
@@ -52,7 +52,7 @@ def test_stream_of_byte_pieces(name: str, spm_models, data: st.DataObject) -> No
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
-def test_byte_fallback_without_normalization_carries_all_of_unicode(spm_models, text: str) -> None:
+def test_byte_fallback_without_normalization_encodes_all_of_unicode(spm_models, text: str) -> None:
     theirs, ours = spm_models["llama"]
     assert ours.encode(text, special=False) == theirs.encode(text)
     if "▁" not in text:
@@ -112,7 +112,7 @@ def test_marian(marian: Path, tmp_path: Path, transformers) -> None:
     assert isinstance(ours, PairTokenizer)
     ours.save(tmp_path)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # recommends sacremoses
+        warnings.simplefilter("ignore")  # it recommends sacremoses
         theirs = transformers.MarianTokenizer.from_pretrained(marian)
         again = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in [*TEXTS, ">>fra<< the Mann", "ЖЖ größer"]:

@@ -1,4 +1,4 @@
-"""Stores: what was written is read, damage is found, a kill leaves nothing half, and nothing is prepared twice."""
+"""Stores: round trips, damage is detected, a killed writer leaves no incomplete store, and nothing is prepared twice."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_failure_leaves_the_old_store(tmp_path: Path) -> None:
     assert files_in(tmp_path) == ["s"]
 
 
-def test_a_kill_leaves_nothing_half(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_no_incomplete_store(tmp_path: Path) -> None:
     script = """
 import os, signal, sys, numpy as np
 from clearhead.data.token_store import StoreWriter
@@ -138,11 +138,11 @@ with StoreWriter(sys.argv[1], {"text": np.uint16}) as writer:
     assert done.returncode == -signal.SIGKILL
     assert not (tmp_path / "s").exists()
     assert len(files_in(tmp_path)) == 1
-    make(tmp_path / "s")  # the next writer clears it away
+    make(tmp_path / "s")  # the next writer removes it
     assert files_in(tmp_path) == ["s"]
 
 
-def test_a_living_writer_is_left_alone(tmp_path: Path) -> None:
+def test_a_running_writer_is_not_disturbed(tmp_path: Path) -> None:
     (tmp_path / f".s.{os.getppid()}.tmp").mkdir()
     make(tmp_path / "s")
     assert files_in(tmp_path) == [f".s.{os.getppid()}.tmp", "s"]
@@ -165,7 +165,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert files_in(tmp_path) == []
 
 
-def test_a_place_that_can_not_be_written(tmp_path: Path) -> None:
+def test_a_folder_that_can_not_be_written(tmp_path: Path) -> None:
     write(tmp_path / "file", "")
     with pytest.raises(CheckpointError, match=r"can not be written .*choose a folder you may write to"):
         make(tmp_path / "file" / "s")
@@ -174,11 +174,11 @@ def test_a_place_that_can_not_be_written(tmp_path: Path) -> None:
 def test_prepare_texts(tmp_path: Path, tokenizer: Tokenizer) -> None:
     texts = ["one\ntwo é\n", "x" * (2 * MAX_PART + 7), "THREE"]
     files = [write(tmp_path / f"{i}.txt", text) for i, text in enumerate(texts)]
-    told: list[tuple[int, int]] = []
-    store = prepare_texts(tmp_path / "s", files, tokenizer, progress=lambda *numbers: told.append(numbers))
+    progress: list[tuple[int, int]] = []
+    store = prepare_texts(tmp_path / "s", files, tokenizer, progress=lambda *numbers: progress.append(numbers))
     assert [row.tolist() for row in map(store["text"].__getitem__, range(3))] == [ids_of(tokenizer, t) for t in texts]
     size = sum(len(text.encode()) for text in texts)
-    assert told[-1] == (size, size)
+    assert progress[-1] == (size, size)
     assert store.info["bytes"] == size
     assert store.info["rows"] == 3
     assert store.info["values"] == {"text": size + 3}
@@ -188,7 +188,7 @@ def test_prepare_texts(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 
 def test_prepare_in_many_batches(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How much is tokenised at once changes nothing."""
+    """The size of a tokenisation batch does not change the store."""
     file = write(tmp_path / "a.txt", "\n".join(f"line {i}" for i in range(101)))
     whole = prepare_texts(tmp_path / "whole", file, tokenizer, documents="line")
     monkeypatch.setattr("clearhead.data.preparation.BATCH", 13)
@@ -198,7 +198,7 @@ def test_prepare_in_many_batches(tmp_path: Path, tokenizer: Tokenizer, monkeypat
     assert np.array_equal(parts["text"].lengths, whole["text"].lengths)
 
 
-def test_preparing_needs_little_memory(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preparation_needs_little_memory(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clearhead.data.preparation.BATCH", 2**17)
     file = write(tmp_path / "a.txt", ("some words in a line, " * 50 + "\n") * 1500)
     tracemalloc.start()
@@ -206,7 +206,7 @@ def test_preparing_needs_little_memory(tmp_path: Path, tokenizer: Tokenizer, mon
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(store["text"].flat) == file.stat().st_size + 1
-    # 131,072 characters at once, with their ids as Python's lists of 8 bytes each; as a whole the file would need 15 MB.
+    # 131,072 characters at once, with their ids in lists of 8 bytes each; the whole file would need 15 MB.
     assert peak < 4_500_000
 
 
@@ -273,7 +273,7 @@ def test_prepare_pairs(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 
 def test_a_line_of_ten_million_characters(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """It is found to be too long from its beginning, without being tokenised."""
+    """Its beginning shows that it is too long; the rest is not tokenised."""
     source, target = (
         write(tmp_path / "a.en", "one\n" + "x" * 10_000_019 + "\n"),
         write(tmp_path / "a.de", "eins\nzwei\n"),
@@ -285,14 +285,14 @@ def test_a_line_of_ten_million_characters(tmp_path: Path, tokenizer: Tokenizer) 
 
 
 def test_a_long_text_of_few_tokens_is_not_too_long(tmp_path: Path) -> None:
-    """Tokens may be longer than any guess: the whole text counts."""
+    """Tokens may be longer than expected: the whole text decides."""
     words = train_tokenizer(texts=["x" * 64], kind="wordpiece", vocab_size=11, add_bos=False)
     spaced = "x" + " " * (2 * MAX_PART) + "x"
     file = write(tmp_path / "a.tsv", f"{spaced}\t1\nx\t2\n")
     assert prepare_labelled(tmp_path / "s", file, words, max_len=2)["text"][0].tolist() == words.encode("x x")
 
 
-def test_pairs_need_an_end(tmp_path: Path) -> None:
+def test_pairs_need_an_eos_token(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="eos is None"):
         prepare_pairs(tmp_path / "s", "a", "b", train_tokenizer(kind="bytes", special=()))
 

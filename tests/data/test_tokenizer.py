@@ -1,4 +1,4 @@
-"""Laws of every tokenizer: round trips, batches, streams, saving; and what it refuses."""
+"""Laws of every tokenizer: round trips, batches, streams, saving, refusals."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ every_kind = pytest.mark.parametrize("kind", list(KINDS))
 
 @byte_level
 @given(text=any_text)
-def test_bytes_carry_all_of_unicode(kind: str, text: str) -> None:
+def test_bytes_encode_all_of_unicode(kind: str, text: str) -> None:
     tokenizer = KINDS[kind]
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @byte_level
 @pytest.mark.parametrize("text", EDGES)
-def test_edges_come_back(kind: str, text: str) -> None:
+def test_edge_cases_round_trip(kind: str, text: str) -> None:
     assert KINDS[kind].decode(KINDS[kind].encode(text)) == text
 
 
@@ -98,7 +98,7 @@ def test_no_pad_token_and_no_texts() -> None:
     assert tokenizer.batch([])[0].shape == (0, 0)
 
 
-def test_long_texts_are_refused_or_cut_by_choice() -> None:
+def test_long_texts_are_refused_or_truncated() -> None:
     tokenizer = KINDS["bytes"]
     text = "abcdefg"
     with pytest.raises(InputError, match=r"9 tokens .*max_len=5.*truncate"):
@@ -159,7 +159,7 @@ def test_stream_cost_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_load_gives_back_what_save_wrote(kind: str, tmp_path: Path) -> None:
     tokenizer = KINDS[kind]
     tokenizer.chat_template = "{{ messages }}" if kind == "bpe" else None
-    # Left by another tokenizer: must not leak into this one.
+    # Files of another tokenizer: must not affect this one.
     (tmp_path / "chat_template.jinja").write_text("stale")
     (tmp_path / "config.json").write_text('{"mask_token_id": 5}')
     (tmp_path / "special_tokens_map.json").write_text('{"mask_token": "<s>"}')
@@ -212,7 +212,7 @@ def test_a_file_may_not_truncate_or_pad(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path).encode("the cat sat") == KINDS["bpe"].encode("the cat sat")
 
 
-# ---- what it refuses
+# ---- refusals
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every format against an independent implementation: transformers, sentencepiece, or the algorithm written out."""
+"""Every format against an independent implementation: transformers, sentencepiece, or a plain version of the algorithm."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_bert_as_transformers_saves_it(tmp_path: Path, corpus: Path, transformer
         theirs = transformers.BertTokenizer(vocab=vocab, do_lower_case=lower)
         theirs.save_pretrained(tmp_path)
         ours = load_tokenizer(tmp_path)
-        # And the old layout: one token a line.
+        # The old layout: one token a line.
         old = tmp_path / "old"
         old.mkdir(exist_ok=True)
         (old / "vocab.txt").write_text(
@@ -113,7 +113,7 @@ def test_roles_come_from_the_nearest_file(tmp_path: Path, corpus: Path) -> None:
     trained(corpus, tmp_path, vocab_size=300)
     config = tmp_path / "tokenizer_config.json"
     config.write_text("{}")
-    assert load_tokenizer(tmp_path).bos == 1  # by its name
+    assert load_tokenizer(tmp_path).bos == 1  # by convention
     write_json(tmp_path / "config.json", {"bos_token_id": 7, "eos_token_id": 8, "pad_token_id": -1})
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [9, 10]})
     found = load_tokenizer(tmp_path)
@@ -134,7 +134,7 @@ def test_tiktoken_is_byte_level_bpe(tmp_path: Path, corpus: Path) -> None:
         base64.b64encode(b"".join(byte[letter] for letter in tokenizer.token(id))) + b" %d\n" % id for id in range(389)
     ]
     path = tmp_path / "multilingual.tiktoken"
-    path.write_bytes(b"".join([*lines, b"= 389\n"]))  # the empty last token is really in OpenAI's file
+    path.write_bytes(b"".join([*lines, b"= 389\n"]))  # OpenAI's file really has an empty last token
     ours = load_tokenizer(path)
     assert ours.vocab_size == 390 + 2 + 99 + 6 + 1501
     assert (ours.id("<|endoftext|>"), ours.id("<|en|>"), ours.id("<|su|>")) == (390, 392, 490)
@@ -162,7 +162,7 @@ def read_tok(path: Path) -> list[tuple[str, float]]:
 
 
 def encode_by_score(text: str, pieces: list[tuple[str, float]]) -> list[int]:
-    """llama2.c in words: a space in front, letters or their bytes, then always the best-scored join, leftmost first."""
+    """llama2.c's algorithm: a space in front, letters or their bytes, then always the best-scored merge, the leftmost first."""
     ids = {piece: id for id, (piece, _) in enumerate(pieces)}
     row: list[int] = []
     for letter in " " + text if text else "":
@@ -176,7 +176,7 @@ def encode_by_score(text: str, pieces: list[tuple[str, float]]) -> list[int]:
         row[-at : -at + 2] = [id]
 
 
-def test_llama2c_on_a_made_up_vocabulary(tmp_path: Path) -> None:
+def test_llama2c_with_a_random_vocabulary(tmp_path: Path) -> None:
     draw = random.Random(0)
     made = {"".join(draw.choices(" aab", k=draw.randint(2, 5))) for _ in range(60)} - {"", " ", "a", "b"}
     pieces = [("<unk>", 0.0), ("\n<s>\n", 0.0), ("\n</s>\n", 0.0), *((f"<0x{byte:02X}>", 0.0) for byte in range(256))]
@@ -197,7 +197,7 @@ def test_stories260k() -> None:
     for text in (story, *TEXTS):
         assert ours.encode(text) == [1, *encode_by_score(text, pieces)]
         assert ours.decode(ours.encode(text)) == text
-    beside = load_tokenizer(path.with_name("stories260K.bin"))  # the weights: their tokenizer lies beside them
+    beside = load_tokenizer(path.with_name("stories260K.bin"))  # the file of weights: its tokenizer is beside it
     assert beside.encode(story) == ours.encode(story)
 
 
@@ -288,10 +288,10 @@ def test_gguf_of_another_kind(tmp_path: Path) -> None:
         load_tokenizer(path)
 
 
-# ---- nothing to read
+# ---- missing files
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_missing_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"there is no .*absent; give"):
         load_tokenizer(tmp_path / "absent")
     with pytest.raises(
@@ -309,6 +309,6 @@ def test_any_tokenizer_json(tmp_path: Path) -> None:
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 7}, unk_token="a"))
     core.save(str(tmp_path / "tokenizer.json"))
     ours = load_tokenizer(tmp_path / "tokenizer.json")
-    assert ours.vocab_size == 8  # the highest id counts, not the number of entries
+    assert ours.vocab_size == 8  # the highest id and 1, not the number of entries
     assert (ours.bos, ours.special_ids) == (None, set())
     assert ours.encode("b") == [7]

@@ -1,4 +1,4 @@
-"""Broken files: each is refused with a CheckpointError or read as something that works; nothing crashes or hangs."""
+"""Broken files: each raises a CheckpointError or gives a tokenizer that works; nothing crashes or hangs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clearhead.errors import CheckpointError, InputError
 from .conftest import make_lines, train_spm
 from .test_tokenizer_formats import write_gguf, write_tok
 
-LIES = [b"\xff" * 8, b"\0" * 8, b"\xff\xff\xff\x7f" + b"\0" * 4, struct.pack("<q", 1 << 40)]
+FALSE_NUMBERS = [b"\xff" * 8, b"\0" * 8, b"\xff\xff\xff\x7f" + b"\0" * 4, struct.pack("<q", 1 << 40)]
 
 
 def mutate(data: bytes, draw: random.Random) -> bytes:
@@ -30,7 +30,7 @@ def mutate(data: bytes, draw: random.Random) -> bytes:
             for _ in range(draw.randint(1, 8)):
                 broken[draw.randrange(len(data))] = draw.randrange(256)
         case 2:
-            broken[at : at + 8] = draw.choice(LIES)
+            broken[at : at + 8] = draw.choice(FALSE_NUMBERS)
         case 3:
             del broken[at : at + draw.randint(1, 30)]
         case _:
@@ -42,9 +42,9 @@ def mutate(data: bytes, draw: random.Random) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory, corpus: Path, sentencepiece) -> dict[str, dict[str, bytes]]:
-    """One small sound tokenizer of every format, as {format: {file: content}}."""
-    folder = tmp_path_factory.mktemp("sound")
+def valid(tmp_path_factory: pytest.TempPathFactory, corpus: Path, sentencepiece) -> dict[str, dict[str, bytes]]:
+    """A small valid tokenizer in every format: {format: {file: content}}."""
+    folder = tmp_path_factory.mktemp("valid")
     for kind in ("bpe", "unigram", "wordpiece"):
         train_tokenizer(corpus, kind=kind, vocab_size=300).save(folder / kind)
     model = json.loads((folder / "bpe" / "tokenizer.json").read_text())["model"]
@@ -73,22 +73,22 @@ def sound(tmp_path_factory: pytest.TempPathFactory, corpus: Path, sentencepiece)
 @pytest.mark.parametrize(
     "name", ["bpe", "unigram", "wordpiece", "gpt2", "spm", "bert", "tiktoken", "llama2c", "gguf", "marian"]
 )
-def test_a_thousand_mutations(name: str, sound: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
+def test_a_thousand_mutations(name: str, valid: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
     draw = random.Random(name)
     text = make_lines(1)[0]
     refused: list[str] = []
     for _ in range(100):  # of each of ten formats
-        for file, content in sound[name].items():
+        for file, content in valid[name].items():
             (tmp_path / file).write_bytes(content)
-        victim = draw.choice(sorted(sound[name]))
-        (tmp_path / victim).write_bytes(mutate(sound[name][victim], draw))
+        victim = draw.choice(sorted(valid[name]))
+        (tmp_path / victim).write_bytes(mutate(valid[name][victim], draw))
         try:
             tokenizer = load_tokenizer(tmp_path)
             tokenizer.decode(tokenizer.encode(text))
         except CheckpointError as error:
             refused.append(str(error))
         except InputError:
-            pass  # a vocabulary that lost its [UNK]
+            pass  # the vocabulary has lost its [UNK]
     assert len(refused) > 10
     for message in refused:
         assert ";" in message  # what is wrong; what to do next
@@ -129,7 +129,7 @@ def test_a_thousand_mutations(name: str, sound: dict[str, dict[str, bytes]], tmp
         ),
     ],
 )
-def test_lies(file: str, content: bytes, tmp_path: Path) -> None:
+def test_false_lengths_and_counts(file: str, content: bytes, tmp_path: Path) -> None:
     (tmp_path / file).write_bytes(content)
     with pytest.raises(
         CheckpointError, match=rf"{re.escape(str(tmp_path / file))} does not read as .*; fetch or export"
@@ -139,7 +139,7 @@ def test_lies(file: str, content: bytes, tmp_path: Path) -> None:
 
 def test_a_file_too_large_to_be_a_tokenizer(tmp_path: Path) -> None:
     with (tmp_path / "tok9.bin").open("wb") as file:
-        file.truncate(2**34)  # sparse: takes no room on disk
+        file.truncate(2**34)  # sparse: takes no space on disk
     with pytest.raises(CheckpointError, match=r"17179869184 bytes, too many for a tokenizer"):
         load_tokenizer(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Training: the sizes asked for, the same result every time, and errors that name the place."""
+"""Training: the requested sizes, reproducible results, and errors that name file and line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.shared_data import shared_data
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "wordpiece"])
-def test_size_is_what_was_asked_for(kind: str, corpus: Path) -> None:
+def test_the_requested_size(kind: str, corpus: Path) -> None:
     tokenizer = train_tokenizer(corpus, kind=kind, vocab_size=503, special=("<unk>", "<s>", "</s>", "<mask>"))
     assert tokenizer.vocab_size == 503
     assert [tokenizer.token(id) for id in range(4)] == ["<unk>", "<s>", "</s>", "<mask>"]
@@ -64,7 +64,7 @@ def test_files_and_texts_give_the_same(kind: str, corpus: Path) -> None:
 
 
 def test_another_process_gives_the_same(corpus: Path) -> None:
-    # Hash tables inside the library are seeded per process, so one process cannot show this.
+    # The library's hash tables are seeded per process, so this needs two processes.
     code = f"""
 import hashlib
 from clearhead.data import train_tokenizer
@@ -85,7 +85,7 @@ def test_wordpieces_are_like_the_library_s_own(corpus: Path) -> None:
     theirs.normalizer, theirs.pre_tokenizer = ours.core.normalizer, ours.core.pre_tokenizer
     special = ["<pad>", "<s>", "</s>", "<unk>"]
     theirs.train([str(corpus)], tokenizers.trainers.WordPieceTrainer(vocab_size=389, special_tokens=special))
-    # Ties are broken at random there, so some of the last merges differ; how well text is compressed must not.
+    # The library breaks ties at random, so some of the last merges differ; the compression must not.
     lines = corpus.read_text(encoding="utf-8").splitlines()
     lengths = [sum(len(core.encode(line).ids) for line in lines) for core in (ours.core, theirs)]
     assert abs(lengths[0] - len(lines) - lengths[1]) < 0.02 * lengths[1]  # ours adds bos to each line
@@ -104,7 +104,7 @@ def test_split_digits(kind: str) -> None:
     assert not any(sum(letter.isdigit() for letter in token) > 1 for token in split.vocab)
 
 
-def test_chars_are_those_of_the_corpus(corpus: Path) -> None:
+def test_chars_has_the_characters_of_the_corpus(corpus: Path) -> None:
     tokenizer = train_tokenizer(corpus, kind="chars", add_bos=False)
     letters = sorted(set(corpus.read_text(encoding="utf-8")))
     assert tokenizer.vocab_size == 4 + len(letters)

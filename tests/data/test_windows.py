@@ -1,4 +1,4 @@
-"""A store as one stream of tokens: which windows a step sees, the documents in them, and an evaluation that misses no token."""
+"""A store as one stream of tokens: the windows of a step, their documents, and evaluations that have every token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def column(lengths: list[int]) -> Column:
     return Column(np.arange(offsets[-1], dtype=np.uint16), offsets)
 
 
-def test_a_batch_shows_tokens_and_documents() -> None:
+def test_a_batch_has_tokens_and_documents() -> None:
     tokens, documents = Windows(column([3, 0, 5, 9]), 4, seed=0).batch(np.array([1, 6]))
     assert tokens.tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
     assert documents.tolist() == [[0, 0, 2, 2, 2], [2, 2, 3, 3, 3]]
@@ -29,7 +29,7 @@ def test_a_batch_shows_tokens_and_documents() -> None:
 
 
 @given(st.integers(2, 60), st.integers(1, 13), st.integers(0, 7), st.integers(0, 3))
-def test_every_window_is_inside_and_apart(n_tokens: int, length: int, start: int, seed: int) -> None:
+def test_windows_are_inside_the_stream_and_do_not_overlap(n_tokens: int, length: int, start: int, seed: int) -> None:
     if n_tokens <= length:
         with pytest.raises(InputError, match="too few for one window"):
             Windows(column([start + n_tokens]), length, seed, start)
@@ -40,12 +40,12 @@ def test_every_window_is_inside_and_apart(n_tokens: int, length: int, start: int
         assert starts.min() >= start
         assert starts.max() + length < start + n_tokens
         assert len(set(starts)) == len(windows)
-        assert len(set(starts % length)) == 1  # one cut, so that targets overlap nowhere
-        # Tokens that are no target in this epoch: the first, and less than a window at each end.
+        assert len(set(starts % length)) == 1  # one shift for all, so targets do not overlap
+        # Tokens that are not a target in this epoch: the first one, and less than a window at each end.
         assert n_tokens - len(windows) * length < 2 * length + 1
 
 
-def test_the_cut_moves() -> None:
+def test_the_shift_changes() -> None:
     windows = Windows(column([1009]), 13, seed=3)
     cuts = {int(windows.starts(epoch * len(windows))[0]) % 13 for epoch in range(60)}
     assert len(cuts) > 10

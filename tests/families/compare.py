@@ -34,8 +34,8 @@ FP64 = 1e-10  # the same at 1e-16
 def tiny(
     kind: type[PreTrainedModel], config: PreTrainedConfig, *, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> Any:
-    """A model of theirs in eval mode whose every number matters."""
-    torch.manual_seed(seed)  # for what `spread` leaves alone: buffers
+    """A model of transformers in eval mode, in which every number affects the output."""
+    torch.manual_seed(seed)  # for the buffers, which `spread` does not change
     model = kind(config).to(dtype).eval()
     spread(model, seed)
     return model
@@ -43,7 +43,7 @@ def tiny(
 
 @torch.no_grad()
 def spread(model: PreTrainedModel, seed: int = 0) -> None:
-    """Weights as after training: no zero bias, no norm that does nothing, attention far from uniform, answers of order 1.
+    """Weights as after training: biases are not zero, norms not trivial, attention not uniform, and outputs of order 1.
 
     Fresh weights would hide mistakes: with a std of 0.02 every row of attention is nearly the mean.
     """
@@ -66,14 +66,14 @@ def sides(batch: int, length: int) -> dict[str, Tensor]:
 
 
 def positions_of(real: Tensor) -> Tensor:
-    """`position_ids` that count real tokens, as ours do; theirs count padding too unless told."""
+    """`position_ids` that count real tokens, as ours do; theirs also count padding by default."""
     return (real.cumsum(1) - 1).clamp(min=0)
 
 
 def assert_near(ours: Tensor, theirs: Tensor, within: float = FP32) -> float:
-    """The answers agree to `within`, and are of order 1, so that this means something. Returns the largest difference."""
+    """The outputs agree to `within`, and are of order 1, so that this is meaningful. Returns the largest difference."""
     assert ours.dtype == theirs.dtype
-    assert 0.1 < float(theirs.abs().max()) < 30, "these answers are not of order 1: change the weights"
+    assert 0.1 < float(theirs.abs().max()) < 30, "these outputs are not of order 1: change the weights"
     difference = float((ours - theirs).abs().max())
     assert difference <= within, f"largest difference {difference}, allowed {within}"
     return difference
@@ -82,28 +82,28 @@ def assert_near(ours: Tensor, theirs: Tensor, within: float = FP32) -> float:
 @torch.no_grad()
 def there_and_back(
     theirs: Any,
-    ask_theirs: Callable[[Any], Tensor],
-    ask_ours: Callable[[Any], Tensor],
+    run_theirs: Callable[[Any], Tensor],
+    run_ours: Callable[[Any], Tensor],
     *,
     within: float = FP32,
     **options: Any,
 ) -> Model:
-    """Saved by transformers, loaded by us, saved by us in both layouts, loaded by transformers and by us: one answer.
+    """Saved by transformers, loaded by us, saved by us in both layouts, loaded by transformers and by us: equal outputs.
 
-    Further options go to `from_pretrained`. Returns our model, for further questions.
+    Further options go to `from_pretrained`. Returns our model.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         theirs.save_pretrained(folder / "theirs")
         ours = load(folder / "theirs")
-        answer, expected = ask_ours(ours), ask_theirs(theirs)
+        answer, expected = run_ours(ours), run_theirs(theirs)
         assert_near(answer, expected, within)
 
         save(ours, folder / "hf", format="hf")
         back, report = type(theirs).from_pretrained(folder / "hf", output_loading_info=True, **options)
         assert not any(report.values()), report  # nothing missing, unexpected, mismatched
         assert_same_weights(back, theirs)
-        assert_near(ask_theirs(back.eval()), expected, within)  # the same sums, but for where memory begins
+        assert_near(run_theirs(back.eval()), expected, within)  # the same sums, except for the alignment of memory
 
         save(ours, folder / "ours")
         for written in ("ours", "hf"):
@@ -111,7 +111,7 @@ def there_and_back(
             assert again.config == ours.config
             assert again.generation == ours.generation
             assert_same_weights(again, ours)
-            assert_near(ask_ours(again), answer, within)
+            assert_near(run_ours(again), answer, within)
     return ours
 
 
@@ -125,7 +125,7 @@ def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
 
 
 def saved(theirs: Any, folder: Path, **changes: Any) -> Path:
-    """The folder of a model of theirs, with fields of its config.json changed; None takes one out."""
+    """The folder of a model of theirs, with changed fields in its config.json; None removes one."""
     theirs.save_pretrained(folder)
     file = folder / "config.json"
     fields = {**json.loads(file.read_text()), **changes}
@@ -134,7 +134,7 @@ def saved(theirs: Any, folder: Path, **changes: Any) -> Path:
 
 
 def refusal(folder: Path) -> str:
-    """The message with which this folder is refused."""
+    """The error message of loading this folder."""
     with pytest.raises(ch.CheckpointError) as error:
         load(folder)
     return str(error.value)

@@ -1,4 +1,4 @@
-"""BERT and MiniLM: checkpoints with each kind of end, read, matched, written back; folders of sentence-transformers."""
+"""BERT and MiniLM: checkpoints with each kind of head, loaded, compared, saved; folders of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def make(kind: type[Any] = BertModel, **changes: Any) -> Any:
 
 
 def compare(theirs: Any, x: Tensor, real: Tensor | None = None, *, within: float = FP32, **options: Any) -> Any:
-    """Both ways, over two segments; padded states are not looked at."""
+    """Both ways, with two segments; the states of padding are not compared."""
     given = {} if real is None else dict(attention_mask=real, position_ids=positions_of(real))
     end = ENDS[type(theirs)]
     seen = slice(None) if real is None or type(theirs) is BertForSequenceClassification else real
@@ -102,7 +102,7 @@ def test_padding(kind: type[Any], side: str) -> None:
 
 
 def test_classes_of_a_padded_batch() -> None:
-    """On the right only: transformers takes the state at index 0, be it padding."""
+    """Padding on the right only: transformers takes the state at index 0, also if it is padding."""
     compare(make(BertForSequenceClassification), tokens(), sides(3, 11)["right"])
 
 
@@ -119,7 +119,7 @@ def test_the_pooler(tmp_path: Path) -> None:
     assert_near(ours.pooled(ours(x, real), real), theirs(x, attention_mask=real).pooler_output)
 
 
-def test_labels_travel(tmp_path: Path) -> None:
+def test_labels_are_saved(tmp_path: Path) -> None:
     names = ("bad", "so-so", "good")
     theirs = make(BertForSequenceClassification, num_labels=3, id2label=dict(enumerate(names)))
     ours = load(saved(theirs, tmp_path / "theirs"))
@@ -130,7 +130,7 @@ def test_labels_travel(tmp_path: Path) -> None:
 
 
 def test_the_first_files(tmp_path: Path) -> None:
-    """bert-base-uncased as Google's weights were first converted: gamma and beta, position_ids, and all heads of pre-training."""
+    """bert-base-uncased as it was first converted from Google's weights: gamma and beta, position_ids, all pre-training heads."""
     theirs = make(BertForPreTraining)
     state = {
         key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
@@ -148,7 +148,7 @@ def test_the_first_files(tmp_path: Path) -> None:
         "cls.seq_relationship.bias",
         "cls.seq_relationship.weight",
     ]
-    # What is not computed with is not lost: through our layout and back, next sentences are told as before.
+    # Weights that we do not compute with are kept: after our layout and back, next-sentence predictions are the same.
     again = load(save(ours, tmp_path / "ours"))
     back = BertForPreTraining.from_pretrained(save(again, tmp_path / "hf", format="hf")).eval()
     assert_same_weights(back, theirs)
@@ -161,7 +161,7 @@ FIRST: dict[str, Any] = dict(pooling_mode="cls", include_prompt=True)
 
 
 def embedder(folder: Path, pooling: dict[str, Any], *more: str, path: str = "1_Pooling") -> Any:
-    """A folder as sentence-transformers leaves it; returns the model inside."""
+    """A folder as sentence-transformers saves it. Returns the model inside."""
     theirs = make()
     saved(theirs, folder)
     kinds = {"": "Transformer", path: "Pooling", **{f"{n}_{kind}": kind for n, kind in enumerate(more, 2)}}
@@ -186,7 +186,7 @@ def test_sentence_embeddings(tmp_path: Path, pooling: dict[str, Any], normed: bo
     expected = F.normalize(expected, dim=-1) if normed else expected
     answer = ours.pooled(ours(x, real), real)
     assert_near(answer, expected)
-    assert "pooler.dense.weight" in ours.extras  # BERT's own pooler is not asked, but kept
+    assert "pooler.dense.weight" in ours.extras  # BERT's own pooler is not used, but kept
 
     save(ours, tmp_path / "hf", format="hf")
     back, report = BertModel.from_pretrained(tmp_path / "hf", output_loading_info=True)
@@ -231,7 +231,7 @@ def test_broken_modules_are_refused(tmp_path: Path) -> None:
         assert "modules.json" in refusal(tmp_path)
 
 
-# What is refused.
+# Refusals.
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_broken_modules_are_refused(tmp_path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_can_not_be_honoured_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+def test_refused_fields(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     assert named in refusal(saved(make(), tmp_path, **changes))
 
 
@@ -270,7 +270,7 @@ def test_other_heads_are_refused(tmp_path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_the_layout_can_not_hold_is_not_written(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+def test_refused_to_write(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     model = ch.build(
         ch.preset("bert-base", **dict(n_layers=1, d_model=21, n_heads=3, vocab_size=53, max_len=19) | changes)
     )

@@ -1,4 +1,4 @@
-"""ESM-2: checkpoints with each kind of end, read, matched, written back; token dropout and rounded frequencies."""
+"""ESM-2: checkpoints with each kind of head, loaded, compared, saved; token dropout and rounded frequencies."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make(kind: type[Any] = EsmForMaskedLM, **changes: Any) -> Any:
 
 
 def masked(real: Tensor | None = None) -> Tensor:
-    """Proteins with masks in them, a different share in each row, and the padding token in the padding."""
+    """Proteins with mask tokens, a different share in each row, and padding tokens as padding."""
     x = tokens(MASK, low=4)
     x[0, [2, 5, 9]] = MASK
     x[1, 4] = MASK
@@ -105,26 +105,26 @@ def test_the_pooler(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [EsmModel, EsmForMaskedLM])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding(kind: type[Any], side: str) -> None:
-    """Masks are counted among the real tokens only."""
+    """Only masks among the real tokens are counted."""
     real = sides(3, 11)[side]
     compare(make(kind), masked(real), real)
 
 
 def test_classes_of_a_padded_batch() -> None:
-    """On the right only: transformers takes the state at index 0, be it padding."""
+    """Padding on the right only: transformers takes the state at index 0, also if it is padding."""
     real = sides(3, 11)["right"]
     compare(make(EsmForSequenceClassification), masked(real), real)
 
 
 def turn_exactly(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """transformers' rotation without its step through float32."""
+    """transformers' rotation without its conversion to float32."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return q * cos + modeling_esm.rotate_half(q) * sin, k * cos + modeling_esm.rotate_half(k) * sin
 
 
 @pytest.mark.parametrize("kind", ENDS)
 def test_float64(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers rotates in float32, whatever the model is; freed from that it agrees to the tenth digit.
+    """transformers rotates in float32 in every model; without that it agrees to the tenth digit.
 
     The share of masks, which it also has in float32, is a quarter here: exact.
     """
@@ -148,7 +148,7 @@ def test_a_row_of_masks_alone_is_no_nan(tmp_path: Path) -> None:
 
 
 def test_token_dropout_keeps_the_sum_of_training() -> None:
-    """x 0.88 / (1 - share): with 12 % masked nothing changes, with none everything shrinks to 88 %."""
+    """The factor is 0.88 / (1 - share): 1 with 12 % masked, 0.88 with none."""
     x, dropped = torch.ones(2, 25, 3), torch.zeros(2, 25, dtype=torch.bool)
     dropped[0, [1, 7, 20]] = True
     out = drop(x, dropped)
@@ -158,13 +158,13 @@ def test_token_dropout_keeps_the_sum_of_training() -> None:
     assert drop(x.bfloat16(), dropped).dtype == torch.bfloat16
 
 
-# What the files hold besides weights.
+# What the files have besides weights.
 
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
 @torch.no_grad()
 def test_frequencies_are_those_that_are_stored(tmp_path: Path, precision: str) -> None:
-    """Meta's ESM-2 was trained in float16, its frequencies too; recomputed exactly, they would give other answers."""
+    """Meta's ESM-2 was trained with float16 frequencies; exact ones would give other outputs."""
     theirs = make()
     theirs.esm.rotary_embeddings.inv_freq.copy_(theirs.esm.rotary_embeddings.inv_freq.to(getattr(torch, precision)))
     x = tokens(MASK, low=4, length=41)
@@ -199,7 +199,7 @@ def test_the_first_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_a_model_of_ours_goes_to_transformers(tmp_path: Path, precision: str) -> None:
-    """With what their layout has and ours has not: the rounded frequencies, and a contact head."""
+    """With the tensors that only their layout has: the rounded frequencies, and a contact head."""
     sizes = dict(n_layers=2, d_model=30, n_heads=3, d_ff=37, max_len=41, rotary_precision=precision, init_std=0.2)
     for kind, end in (
         (EsmModel, dict(pooler=True)),
@@ -232,7 +232,7 @@ def test_frequencies_of_another_base_are_refused(tmp_path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_can_not_be_honoured_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+def test_refused_fields(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     assert named in refusal(saved(make(), tmp_path, **changes))
 
 
@@ -251,7 +251,7 @@ def test_other_heads_are_refused(tmp_path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_the_layout_can_not_hold_is_not_written(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+def test_refused_to_write(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     model = ch.build(ch.preset("esm2-8m", **dict(n_layers=1, d_model=30, n_heads=3, max_len=41) | changes))
     with pytest.raises(ch.CheckpointError, match=f"{named}=.*format='clearhead'"):
         save(model, tmp_path / "hf", format="hf")

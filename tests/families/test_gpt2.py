@@ -1,4 +1,4 @@
-"""GPT-2's checkpoints: read, matched, written back; and, seen through it, what the engine does with any folder."""
+"""GPT-2's checkpoints: loaded, compared, saved; and, with GPT-2 as the example, what loading does with any folder."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_gpt2_without_its_head(tmp_path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_can_not_be_honoured_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+def test_refused_fields(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     assert named in refusal(saved(gpt2(), tmp_path, **changes))
 
 
@@ -117,7 +117,7 @@ def test_what_can_not_be_honoured_is_refused_by_name(tmp_path: Path, changes: di
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_the_layout_can_not_hold_is_not_written(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+def test_refused_to_write(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     sizes = dict(n_layers=1, d_model=21, n_heads=3, vocab_size=53, max_len=19)
     model = ch.build(ch.preset("gpt2", **sizes | changes))
     with pytest.raises(ch.CheckpointError, match=f"{named}=.*format='clearhead'"):
@@ -125,7 +125,7 @@ def test_what_the_layout_can_not_hold_is_not_written(tmp_path: Path, changes: di
     assert load(save(model, tmp_path / "ours")).config == model.config
 
 
-# Any family's folder, seen through GPT-2's.
+# Folders of any family, with GPT-2 as the example.
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
     assert "(23, 21)" in message
 
 
-def test_a_head_stored_twice_must_be_the_same_twice(tmp_path: Path) -> None:
+def test_a_head_stored_twice_must_be_equal(tmp_path: Path) -> None:
     message = refusal(saved(gpt2(tie_word_embeddings=False), tmp_path, tie_word_embeddings=True))
     assert "lm_head.weight" in message
     assert "tie_word_embeddings" in message
@@ -188,11 +188,11 @@ def test_shards_are_the_same_model(tmp_path: Path) -> None:
     assert_same_weights(GPT2LMHeadModel.from_pretrained(tmp_path / "ours"), model)
 
 
-def test_generation_defaults_travel(tmp_path: Path) -> None:
-    """generation_config.json speaks before config.json; both layouts carry what they say on."""
+def test_generation_defaults_are_saved(tmp_path: Path) -> None:
+    """generation_config.json takes precedence over config.json; both layouts keep the values."""
     folder = saved(gpt2(), tmp_path / "theirs", pad_token_id=3)
-    told = dict(eos_token_id=[2, 5], max_length=17, suppress_tokens=[7, 11], begin_suppress_tokens=[13])
-    (folder / "generation_config.json").write_text(json.dumps(told))
+    generation = dict(eos_token_id=[2, 5], max_length=17, suppress_tokens=[7, 11], begin_suppress_tokens=[13])
+    (folder / "generation_config.json").write_text(json.dumps(generation))
     model = load(folder)
     said = model.generation
     assert (said.bos, said.eos, said.pad, said.max_length) == (1, (2, 5), 3, 17)
@@ -205,7 +205,7 @@ def test_generation_defaults_travel(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-3-8b", "mistral-7b"])
 def test_no_generation_defaults_stay_none(tmp_path: Path, name: str) -> None:
-    """transformers' own defaults are ids of another vocabulary: a text would end at any token 2."""
+    """transformers' own defaults are ids of another vocabulary: a text would end at every token 2."""
     sizes = dict(n_layers=1, d_model=24, n_heads=3, n_kv_heads=3, d_ff=37, vocab_size=53, max_len=19)
     save(ch.build(ch.preset(name, **sizes)), tmp_path, format="hf")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).generation_config
@@ -214,7 +214,7 @@ def test_no_generation_defaults_stay_none(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_the_type_asked_for(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_the_requested_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     theirs = gpt2()
     model = load(saved(theirs, tmp_path), dtype=dtype)
     assert {x.dtype for x in model.parameters()} == {dtype}

@@ -1,4 +1,4 @@
-"""LLaMA 1 to 3, Mistral, Qwen2 and SmolLM2: their checkpoints read, matched, written back."""
+"""LLaMA 1 to 3, Mistral, Qwen2 and SmolLM2: checkpoints loaded, compared, saved."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KINDS: dict[type[PreTrainedConfig], Any] = {
 }
 
 LINEAR = dict(rope_type="linear", rope_theta=10_000.0, factor=4.0)
-# As in LLaMA 3.1, but for a context in which both ends of the smooth step have something to do.
+# As in LLaMA 3.1, but with a context length that has frequencies on both sides of the transition.
 LLAMA3 = dict(rope_type="llama3", rope_theta=100.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 LLAMA3 |= dict(original_max_position_embeddings=17)
 WINDOWED = dict(use_sliding_window=True, sliding_window=4, max_window_layers=0)
@@ -68,7 +68,7 @@ def configs(draw: st.DrawFn) -> PreTrainedConfig:
         num_key_value_heads=n_kv_heads,
         head_dim=d_head,
         hidden_size=n_heads
-        * pick(4, 7, 10),  # LLaMA's must be a multiple of the heads, though they may be of any width
+        * pick(4, 7, 10),  # for LLaMA a multiple of the number of heads, though heads may have any width
         num_hidden_layers=pick(1, 2, 3),
         hidden_act=pick("silu", "gelu", "relu"),
         rms_norm_eps=pick(1e-6, 1e-4),
@@ -122,13 +122,13 @@ def test_padding(name: str, side: str) -> None:
 
 
 def exact_norm(self: Any, x: Tensor) -> Tensor:
-    """transformers' RMS norm without its step through float32."""
+    """transformers' RMS norm without its conversion to float32."""
     return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon))
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' RMS norm is float32 whatever the model is, so its answers end at the sixth digit.
+    """transformers' RMS norm is float32 in every model, so its output is exact to six digits.
 
     Freed from that they agree to the tenth, though rotary angles stay float32: both sides round them alike.
     """
@@ -141,7 +141,7 @@ def test_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_of_the_layers_are_not_mixed_up(tmp_path: Path) -> None:
-    """A check of the checks: one changed number of one layer is seen."""
+    """A test of the comparison: it notices one changed number in one layer."""
     model = make()
     expected = model(tokens()).logits.detach()
     ours = load(saved(model, tmp_path))
@@ -151,7 +151,7 @@ def test_names_of_the_layers_are_not_mixed_up(tmp_path: Path) -> None:
         assert_near(ours(tokens()).detach(), expected)
 
 
-# How files said it before transformers 5.
+# The fields before transformers 5.
 
 
 @pytest.mark.parametrize(("rope", "legacy"), [(LINEAR, "type"), (LLAMA3, "rope_type")], ids=["linear", "llama3"])
@@ -167,22 +167,22 @@ def test_rope_as_older_files_have_it(tmp_path: Path, rope: dict[str, Any], legac
 
 
 def test_stored_frequencies_are_not_weights(tmp_path: Path) -> None:
-    """Files of 2023 hold them in every layer, some in half precision; transformers computes its own, and so do we."""
+    """Files of 2023 have them in every layer, some in half precision; transformers computes its own, and so do we."""
     model = make()
     stored = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2).half() for i in range(2)}
     model.save_pretrained(tmp_path, state_dict={**model.state_dict(), **stored})
     assert_near(load(tmp_path)(tokens()).detach(), model(tokens()).logits.detach())
 
 
-def test_what_a_window_means_to_each(tmp_path: Path) -> None:
+def test_the_window_of_each_model_type(tmp_path: Path) -> None:
     def window(kind: type[PreTrainedConfig], name: str, **changes: Any) -> int:
         return load(saved(make(kind), tmp_path / name, **changes)).config.window
 
-    assert window(LlamaConfig, "llama", sliding_window=5) == 0  # transformers takes no notice of it
-    assert window(MistralConfig, "default", sliding_window=None) == 4096  # the field taken out, not set to null
+    assert window(LlamaConfig, "llama", sliding_window=5) == 0  # transformers ignores it
+    assert window(MistralConfig, "default", sliding_window=None) == 4096  # the field removed, not null
     assert window(Qwen2Config, "off", sliding_window=5) == 0
     old = dict(use_sliding_window=True, sliding_window=5, layer_types=None)
-    assert window(Qwen2Config, "above", **old, max_window_layers=2) == 0  # the first two of two layers are full
+    assert window(Qwen2Config, "above", **old, max_window_layers=2) == 0  # both layers have full attention
     assert window(Qwen2Config, "all", **old, max_window_layers=0) == 5
     assert "layer_types" in refusal(saved(make(Qwen2Config), tmp_path / "mixed", **old, max_window_layers=1))
 
@@ -210,9 +210,7 @@ MIXED = ["full_attention", "sliding_attention"]
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_can_not_be_honoured_is_refused_by_name(
-    tmp_path: Path, kind: Any, changes: dict[str, Any], named: str
-) -> None:
+def test_refused_fields(tmp_path: Path, kind: Any, changes: dict[str, Any], named: str) -> None:
     assert named in refusal(saved(make(kind), tmp_path, **changes))
 
 
@@ -234,7 +232,7 @@ def test_an_untied_head_must_be_there(tmp_path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_the_layout_can_not_hold_is_not_written(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+def test_refused_to_write(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     sizes = dict(n_layers=1, d_model=24, n_heads=6, n_kv_heads=2, d_ff=37, vocab_size=53, max_len=19)
     model = ch.build(ch.preset("llama-3-8b", **sizes | changes))
     with pytest.raises(ch.CheckpointError, match=f"{named}=.*format='clearhead'"):

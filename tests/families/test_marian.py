@@ -1,4 +1,4 @@
-"""Marian's checkpoints (OPUS-MT): one embedding or two, tied or not, today's files and older ones."""
+"""Marian's checkpoints (OPUS-MT): one embedding or two, tied or not, current files and older ones."""
 
 from __future__ import annotations
 
@@ -53,27 +53,27 @@ def marian(*, dtype: torch.dtype = torch.float32, seed: int = 0, **fields: Any) 
     for stack in (model.model.encoder, model.model.decoder):  # sinusoids, which are not saved
         stack.embed_positions.weight.data = stack.embed_positions.create_weight()
     for module in model.model.modules():
-        if isinstance(module, torch.nn.Linear):  # else a tied head, under a norm, repeats the token it just read
+        if isinstance(module, torch.nn.Linear):  # otherwise a tied head after a norm repeats the last token
             module.weight.data *= 2
     model.final_logits_bias.normal_(std=0.3)
     model.generation_config.bad_words_ids = [[52]]
     return model
 
 
-def ask_theirs(model: Any) -> Tensor:
+def run_theirs(model: Any) -> Tensor:
     return aligned(model)(input_ids=SOURCE, decoder_input_ids=TARGET).logits
 
 
-def ask_ours(model: Any) -> Tensor:
+def run_ours(model: Any) -> Tensor:
     return model(SOURCE, TARGET)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_there_and_back(variant: str, dtype: torch.dtype) -> None:
-    """Their table of positions is rounded to float32 in a float64 model too, and so is ours: it is what models are trained with."""
+    """Their table of positions is rounded to float32 in a float64 model too. So is ours, because models were trained with it."""
     theirs = marian(dtype=dtype, **VARIANTS[variant])
-    ours = there_and_back(theirs, ask_theirs, ask_ours, within=FP32 if dtype == torch.float32 else FP64)
+    ours = there_and_back(theirs, run_theirs, run_ours, within=FP32 if dtype == torch.float32 else FP64)
     assert ours.config.source_vocab_size == (53 if "two" in variant else 0)
     assert not isinstance(ours.head.bias, torch.nn.Parameter)  # fixed: loaded and saved, not trained
 
@@ -97,7 +97,7 @@ def test_any_config(data: st.DataObject) -> None:
         decoder_vocab_size=59 if two else 53,
         tie_word_embeddings=tied or not two,
     )
-    there_and_back(theirs, ask_theirs, ask_ours, within=FP64)
+    there_and_back(theirs, run_theirs, run_ours, within=FP64)
 
 
 def test_padding_on_the_right() -> None:
@@ -112,7 +112,7 @@ def test_padding_on_the_right() -> None:
 
 @torch.no_grad()
 def test_padding_on_the_left(tmp_path: Path) -> None:
-    """They count padding as positions and take none from outside, so ours, padded, is compared with theirs, unpadded."""
+    """transformers counts padding as positions, so our padded batch is compared with its unpadded rows."""
     theirs, source, target = marian(), sides(3, 13)["left"], sides(3, 11)["left"]
     ours = load(saved(theirs, tmp_path))
     logits = ours(SOURCE, TARGET, source, target_mask=target)
@@ -126,7 +126,7 @@ def test_greedy(variant: str) -> None:
     real = sides(3, 13)["right"]
     inputs = dict(input_ids=SOURCE, attention_mask=real.long())
     theirs, text = writes(lambda seed: marian(**VARIANTS[variant], seed=seed), **inputs)
-    ours = there_and_back(theirs, ask_theirs, ask_ours)
+    ours = there_and_back(theirs, run_theirs, run_ours)
     assert greedy(ours, SOURCE, real).tolist() == text.tolist()
 
 
@@ -139,12 +139,12 @@ def test_generation_defaults(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_old_files(tmp_path: Path) -> None:
-    """OPUS-MT's own: every name of the tied tensor, the sinusoids, fields of long ago, and no generation_config.json."""
+    """Files of OPUS-MT: every name of the tied tensor, the sinusoids, old fields, and no generation_config.json."""
     theirs = marian()
     old = dict(normalize_before=False, normalize_embedding=False, add_final_layer_norm=False, add_bias_logits=False)
-    told = dict(bad_words_ids=[[52]], max_length=17, static_position_embeddings=True, num_beams=6)
+    fields = dict(bad_words_ids=[[52]], max_length=17, static_position_embeddings=True, num_beams=6)
     absent = dict.fromkeys(["decoder_vocab_size", "share_encoder_decoder_embeddings", "tie_word_embeddings"])
-    saved(theirs, tmp_path, **old, **told, **absent)
+    saved(theirs, tmp_path, **old, **fields, **absent)
     (tmp_path / "generation_config.json").unlink()
     shared, sinusoids = theirs.model.shared.weight, theirs.model.encoder.embed_positions.weight
     to_bin(
@@ -155,16 +155,16 @@ def test_old_files(tmp_path: Path) -> None:
     )
     ours = load(tmp_path)
     assert (ours.generation.suppress, ours.generation.max_length) == ((52,), 17)
-    assert_near(ask_ours(ours), ask_theirs(theirs))
+    assert_near(run_ours(ours), run_theirs(theirs))
 
 
 @torch.no_grad()
 def test_an_untied_head_unties_the_embeddings(tmp_path: Path) -> None:
-    """Today's transformers, told not to tie the head, shares nothing: three tables, and `shared` is not used."""
+    """Without a tied head, current transformers shares nothing: there are three tables, and `shared` is not used."""
     theirs = marian(tie_word_embeddings=False)
     ours = load(saved(theirs, tmp_path))
     assert (ours.config.tie_embeddings, ours.config.source_vocab_size) == (False, 53)
-    assert_near(ask_ours(ours), ask_theirs(theirs))
+    assert_near(run_ours(ours), run_theirs(theirs))
 
 
 @pytest.mark.parametrize(

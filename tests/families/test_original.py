@@ -1,4 +1,4 @@
-"""The original, trained here, written as Marian's: loaded by transformers and by the marian page, it says the same."""
+"""The original Transformer, saved in Marian's layout: transformers and families/marian.py load it with the same output."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def original(*, dtype: torch.dtype = torch.float32, **fields: Any) -> Any:
     return model
 
 
-def ask_theirs(model: Any, **inputs: Tensor) -> Tensor:
+def run_theirs(model: Any, **inputs: Tensor) -> Tensor:
     return aligned(model)(input_ids=SOURCE, decoder_input_ids=TARGET, **inputs).logits
 
 
 @torch.no_grad()
 def exported(ours: Any, folder: Path, *, within: float = FP32) -> Any:
-    """Their model, which says the same as ours and misses nothing; read back here, so does the marian page's."""
+    """The model as transformers loads it: same output as ours, no missing keys. Loaded by families/marian.py, the same."""
     save(ours, folder / "hf", format="hf")
     theirs, report = MarianMTModel.from_pretrained(folder / "hf", output_loading_info=True)
     assert not any(report.values()), report  # nothing missing, unexpected, mismatched
     answer = ours(SOURCE, TARGET)
-    assert_near(answer, ask_theirs(theirs.eval()), within)
+    assert_near(answer, run_theirs(theirs.eval()), within)
 
     again = load(folder / "hf")
     assert (again.config.family, again.config.sinusoid_halves) == ("marian", True)
@@ -70,7 +70,7 @@ def test_export(halves: bool, dtype: torch.dtype, tmp_path: Path) -> None:
 
 @given(data=st.data())
 @settings(max_examples=10)
-def test_any_config_that_marian_can_hold(data: st.DataObject) -> None:
+def test_any_config_that_marian_can_express(data: st.DataObject) -> None:
     draw = data.draw
     heads, source_vocab_size = draw(st.integers(1, 4)), draw(st.sampled_from([0, 59]))
     ours = original(
@@ -91,7 +91,7 @@ def test_any_config_that_marian_can_hold(data: st.DataObject) -> None:
 
 
 def test_only_the_order_of_coordinates_changes(tmp_path: Path) -> None:
-    """Sines first: coordinates 0 2 4 ..., then the cosines', 1 3 5 ..., wherever the residual stream goes in or out."""
+    """Sines first: coordinates 0 2 4 ..., then the cosines, 1 3 5 ..., in every tensor that reads or writes the residual stream."""
     ours = original()
     theirs = exported(ours, tmp_path)
     order = torch.arange(22).reshape(-1, 2).T.flatten()
@@ -105,7 +105,7 @@ def test_only_the_order_of_coordinates_changes(tmp_path: Path) -> None:
     assert torch.equal(layer.final_layer_norm.weight, state["feedforward_norm.weight"][order])
 
 
-def test_halves_are_written_as_they_are(tmp_path: Path) -> None:
+def test_halves_are_saved_unchanged(tmp_path: Path) -> None:
     ours = original(sinusoid_halves=True)
     exported(ours, tmp_path)
     assert_same_weights(load(tmp_path / "hf"), ours)
@@ -115,7 +115,7 @@ def test_halves_are_written_as_they_are(tmp_path: Path) -> None:
 def test_padding(tmp_path: Path) -> None:
     ours, source, target = original(), sides(3, 13)["right"], sides(3, 11)["right"]
     theirs = exported(ours, tmp_path)
-    masked = ask_theirs(theirs, attention_mask=source.long(), decoder_attention_mask=target.long())
+    masked = run_theirs(theirs, attention_mask=source.long(), decoder_attention_mask=target.long())
     assert_near(ours(SOURCE, TARGET, source, target_mask=target)[target], masked[target])
 
 
@@ -126,7 +126,7 @@ def test_greedy(tmp_path: Path) -> None:
         for parameter in (*ours.encoder.parameters(), *ours.decoder.parameters()):
             parameter.data *= 2 if parameter.ndim == 2 else 1
         text = greedy(ours, SOURCE)
-        if len(text.unique()) > 2:  # else it would show little
+        if len(text.unique()) > 2:  # otherwise the comparison would mean little
             break
     else:
         raise AssertionError("every model writes the same few tokens over and over: change the weights")
@@ -136,7 +136,7 @@ def test_greedy(tmp_path: Path) -> None:
 
 
 def test_without_special_tokens(tmp_path: Path) -> None:
-    """Transformers would fill in pad 58,100, and fail on a smaller vocabulary."""
+    """By default transformers uses pad 58,100 and fails with a smaller vocabulary."""
     ours = original()
     ours.generation = Generation()
     theirs = exported(ours, tmp_path)
@@ -178,7 +178,7 @@ def test_refused_to_write(change: dict[str, Any], tmp_path: Path) -> None:
     assert not (tmp_path / "hf").exists()
 
 
-def test_published_sizes_can_be_written() -> None:
+def test_published_sizes_can_be_saved() -> None:
     from clearhead.families import FAMILIES
 
     for name in ("transformer-base", "transformer-big"):

@@ -1,4 +1,4 @@
-"""T5's checkpoints: versions 1.0 and 1.1 of today's transformers and of older ones, and the encoder alone."""
+"""T5's checkpoints: versions 1.0 and 1.1, of current and older transformers, and the encoder alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SIZES: dict[str, Any] = dict(
     relative_attention_max_distance=7,
     decoder_start_token_id=0,
 )
-# tie_word_embeddings=False only unscales the head in today's transformers; `head` gives it one of its own, as in the real files.
+# In current transformers tie_word_embeddings=False only removes the scaling; `head` makes an untied head, as in real files.
 V10: dict[str, Any] = dict(feed_forward_proj="relu")
 V11: dict[str, Any] = dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False, head=True)
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 SOURCE, TARGET = tokens(length=13), tokens(seed=3)
 
-# Their norm computes in float32 in a float64 model too: 6e-8 at each, grown by the layers.
+# Their norm computes in float32 in a float64 model too: errors of 6e-8 each, which grow through the layers.
 THEIR_NORM = 1e-5
 
 
@@ -74,17 +74,17 @@ def t5(
     return model
 
 
-def ask_theirs(model: Any) -> Tensor:
+def run_theirs(model: Any) -> Tensor:
     return aligned(model)(input_ids=SOURCE, decoder_input_ids=TARGET).logits
 
 
-def ask_ours(model: Any) -> Tensor:
+def run_ours(model: Any) -> Tensor:
     return model(SOURCE, TARGET)
 
 
 @contextmanager
 def exact_norm() -> Iterator[None]:
-    """Their norm in the model's own precision."""
+    """Their norm in the model's precision."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
@@ -96,7 +96,7 @@ def exact_norm() -> Iterator[None]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_there_and_back(variant: str) -> None:
-    ours = there_and_back(t5(**VARIANTS[variant]), ask_theirs, ask_ours)
+    ours = there_and_back(t5(**VARIANTS[variant]), run_theirs, run_ours)
     assert ours.config.tie_embeddings == (variant in ("1.0", "exact gelu", "tied but unscaled"))
     assert ours.config.head_scale == (variant in ("1.0", "exact gelu", "scaled but untied"))
 
@@ -104,9 +104,9 @@ def test_there_and_back(variant: str) -> None:
 @pytest.mark.parametrize("fields", [V10, V11], ids=["1.0", "1.1"])
 def test_in_float64(fields: dict[str, Any]) -> None:
     theirs = t5(dtype=torch.float64, **fields)
-    there_and_back(theirs, ask_theirs, ask_ours, within=THEIR_NORM)
+    there_and_back(theirs, run_theirs, run_ours, within=THEIR_NORM)
     with exact_norm():
-        there_and_back(theirs, ask_theirs, ask_ours, within=FP64)
+        there_and_back(theirs, run_theirs, run_ours, within=FP64)
 
 
 @given(data=st.data())
@@ -127,12 +127,12 @@ def test_any_config(data: st.DataObject) -> None:
     )
     theirs = t5(head=draw(st.booleans()), dtype=torch.float64, **fields)
     with exact_norm():
-        there_and_back(theirs, ask_theirs, ask_ours, within=FP64)
+        there_and_back(theirs, run_theirs, run_ours, within=FP64)
 
 
 def test_gated_exact_gelu() -> None:
-    """ "gated-gelu" means the tanh one, so the exact one needs `dense_act_fn` to be said."""
-    ours = there_and_back(t5(**V11 | dict(dense_act_fn="gelu")), ask_theirs, ask_ours)
+    """ "gated-gelu" means the tanh version; the exact one needs `dense_act_fn`."""
+    ours = there_and_back(t5(**V11 | dict(dense_act_fn="gelu")), run_theirs, run_ours)
     assert (ours.config.feedforward, ours.config.gated) == ("gelu", True)
 
 
@@ -151,7 +151,7 @@ def test_padding(side: str) -> None:
 def test_greedy(fields: dict[str, Any]) -> None:
     real = sides(3, 13)["left"]
     theirs, text = writes(lambda seed: t5(**fields, seed=seed), input_ids=SOURCE, attention_mask=real.long())
-    ours = there_and_back(theirs, ask_theirs, ask_ours)
+    ours = there_and_back(theirs, run_theirs, run_ours)
     assert greedy(ours, SOURCE, real).tolist() == text.tolist()
 
 
@@ -179,7 +179,7 @@ OLD: dict[str, Any] = dict.fromkeys(["scale_decoder_outputs", "dense_act_fn", "i
 @torch.no_grad()
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_old_files(version: str, tmp_path: Path) -> None:
-    """Before version 5, one field said how the head is; before safetensors, files held every name of a tied tensor."""
+    """Before version 5, one field defined the head; before safetensors, files had every name of a tied tensor."""
     theirs = t5(**VARIANTS[version] | dict(num_decoder_layers=3))
     saved(theirs, tmp_path, **OLD, tie_word_embeddings=None if version == "1.0" else False, n_positions=19)
     shared = theirs.shared.weight
@@ -188,7 +188,7 @@ def test_old_files(version: str, tmp_path: Path) -> None:
     to_bin(tmp_path, **duplicates, **unused, **({"lm_head.weight": shared} if version == "1.0" else {}))
     ours = load(tmp_path)
     assert ours.config.max_len == 19
-    assert_near(ours(SOURCE, TARGET), ask_theirs(theirs))
+    assert_near(ours(SOURCE, TARGET), run_theirs(theirs))
 
 
 def test_a_tied_head_that_differs_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Vision Transformers: checkpoints with and without head and pooler, read, matched, written back; other picture sizes."""
+"""Vision Transformers: checkpoints with and without head and pooler, loaded, compared, saved; other image sizes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make(kind: type[Any] = ViTForImageClassification, **changes: Any) -> Any:
     return tiny(kind, ViTConfig(**SIZES | changes))
 
 
-def pictures(size: int = 15, channels: int = 3) -> Tensor:
+def images(size: int = 15, channels: int = 3) -> Tensor:
     return torch.randn(2, channels, size, size, generator=torch.Generator().manual_seed(2))
 
 
@@ -64,22 +64,22 @@ def configs(draw: st.DrawFn) -> ViTConfig:
 @given(kind=st.sampled_from(list(ENDS)), config=configs(), seed=st.integers(0, 9))
 @settings(max_examples=15)
 def test_any_vit(kind: type[Any], config: ViTConfig, seed: int) -> None:
-    compare(tiny(kind, config, seed=seed), pictures(config.image_size, config.num_channels))
+    compare(tiny(kind, config, seed=seed), images(config.image_size, config.num_channels))
 
 
 @pytest.mark.parametrize("kind", ENDS)
 def test_float64(kind: type[Any]) -> None:
-    compare(make(kind).double(), pictures().double(), within=FP64)
+    compare(make(kind).double(), images().double(), within=FP64)
 
 
 def test_without_a_pooler() -> None:
     bare = tiny(lambda c: ViTModel(c, add_pooling_layer=False), ViTConfig(**SIZES))
-    assert not compare(bare, pictures(), add_pooling_layer=False).config.pooler
+    assert not compare(bare, images(), add_pooling_layer=False).config.pooler
 
 
 @torch.no_grad()
 def test_the_pooler(tmp_path: Path) -> None:
-    theirs, x = make(ViTModel), pictures()
+    theirs, x = make(ViTModel), images()
     ours = load(saved(theirs, tmp_path))
     assert_near(ours.pooled(ours(x)), theirs(x).pooler_output)
 
@@ -87,12 +87,12 @@ def test_the_pooler(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ENDS)
 @pytest.mark.parametrize("size", [5, 10, 25, 40])
 @torch.no_grad()
-def test_pictures_of_another_size(tmp_path: Path, kind: type[Any], size: int) -> None:
-    theirs, x = make(kind), pictures(size)
+def test_images_of_another_size(tmp_path: Path, kind: type[Any], size: int) -> None:
+    theirs, x = make(kind), images(size)
     ours = load(saved(theirs, tmp_path / "theirs"), image_size=size)
     assert (ours.config.image_size, ours.config.max_len) == (size, (size // 5) ** 2 + 1)
     assert_near(ours(x), getattr(theirs(x, interpolate_pos_encoding=True), ENDS[kind]))
-    # Saved, it is a model of that size.
+    # Saved, it is a model for that size.
     back = kind.from_pretrained(save(ours, tmp_path / "hf", format="hf")).eval()
     assert_near(ours(x), getattr(back(x), ENDS[kind]))
     again = load(save(ours, tmp_path / "ours"))
@@ -107,12 +107,12 @@ def test_the_same_size_changes_nothing(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_another_size_in_float64_and_bfloat16(tmp_path: Path) -> None:
-    theirs, x = make().double(), pictures(25).double()
+    theirs, x = make().double(), images(25).double()
     ours = load(saved(theirs, tmp_path), image_size=25)
     assert_near(ours(x), theirs(x, interpolate_pos_encoding=True).logits, FP64)
     small = load(tmp_path, image_size=25, dtype=torch.bfloat16)
     assert {x.dtype for x in small.parameters()} == {torch.bfloat16}
-    # drawn out in float32 from a table already rounded: off by that rounding, and by the last one
+    # interpolated in float32 from a rounded table: off by that rounding and the final one
     wanted = ours.get_parameter("positions.weight")
     assert float((small.get_parameter("positions.weight") - wanted).abs().max()) < 2**-7
 
@@ -126,13 +126,13 @@ def test_a_size_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         load(save(words, tmp_path / "gpt2"), image_size=25)
 
 
-def test_names_as_transformers_5_has_them_in_memory(tmp_path: Path) -> None:
+def test_the_in_memory_names_of_transformers_5(tmp_path: Path) -> None:
     theirs = make()
     theirs.save_pretrained(tmp_path, save_original_format=False)
-    assert_near(load(tmp_path)(pictures()).detach(), theirs(pictures()).logits.detach())
+    assert_near(load(tmp_path)(images()).detach(), theirs(images()).logits.detach())
 
 
-def test_labels_travel(tmp_path: Path) -> None:
+def test_labels_are_saved(tmp_path: Path) -> None:
     names = ("tench", "goldfish")
     theirs = make(num_labels=2, id2label=dict(enumerate(names)))
     ours = load(saved(theirs, tmp_path / "theirs"))
@@ -146,8 +146,8 @@ def test_sizes_as_lists(tmp_path: Path) -> None:
     assert (model.config.image_size, model.config.patch_size) == (15, 5)
 
 
-def test_deit_needs_its_class_token_alone(tmp_path: Path) -> None:
-    """transformers' own DeiT has always two tokens; one without the second is stored as a ViT, and loads."""
+def test_deit_without_a_distillation_token(tmp_path: Path) -> None:
+    """transformers' DeiT always has two tokens; a DeiT without the second is stored as a ViT, and loads."""
     message = refusal(saved(tiny(DeiTModel, DeiTConfig(**SIZES)), tmp_path))
     assert "distillation token" in message
     assert "model_type='vit'" in message
@@ -166,7 +166,7 @@ def test_deit_needs_its_class_token_alone(tmp_path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_can_not_be_honoured_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+def test_refused_fields(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     assert named in refusal(saved(make(), tmp_path, **changes))
 
 
@@ -185,7 +185,7 @@ def test_other_heads_are_refused(tmp_path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_the_layout_can_not_hold_is_not_written(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+def test_refused_to_write(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     sizes = dict(n_layers=1, d_model=21, n_heads=3, image_size=15, patch_size=5, n_classes=7)
     model = ch.build(ch.preset("vit-b-16", **sizes | changes))
     with pytest.raises(ch.CheckpointError, match=f"{named}=.*format='clearhead'"):
@@ -199,5 +199,5 @@ def test_a_model_of_ours_goes_to_transformers(tmp_path: Path) -> None:
         save(model, tmp_path, format="hf"), output_loading_info=True
     )
     assert not any(report.values()), report
-    assert float((theirs.eval()(pictures()).logits - model(pictures())).detach().abs().max()) < FP32
+    assert float((theirs.eval()(images()).logits - model(images())).detach().abs().max()) < FP32
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "vit"

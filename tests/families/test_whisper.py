@@ -1,4 +1,4 @@
-"""Whisper's checkpoints, over random sound."""
+"""Whisper's checkpoints, with random sound."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def whisper(*, dtype: torch.dtype = torch.float32, seed: int = 0, **fields: Any)
     return tiny(WhisperForConditionalGeneration, WhisperConfig(**SIZES | fields), dtype=dtype, seed=seed)
 
 
-def ask_theirs(model: Any, **inputs: Any) -> Tensor:
+def run_theirs(model: Any, **inputs: Any) -> Tensor:
     sound = SOUND.to(model.dtype)[:, : model.config.num_mel_bins]
     return aligned(model)(input_features=sound, decoder_input_ids=TARGET, **inputs).logits
 
 
-def ask_ours(model: Any, **inputs: Any) -> Tensor:
+def run_ours(model: Any, **inputs: Any) -> Tensor:
     return model(SOUND.to(model.tokens.weight.dtype)[:, : model.config.n_mels], TARGET, **inputs)
 
 
@@ -64,7 +64,7 @@ def ask_ours(model: Any, **inputs: Any) -> Tensor:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_there_and_back(variant: str, dtype: torch.dtype) -> None:
     theirs = whisper(dtype=dtype, **VARIANTS[variant])
-    ours = there_and_back(theirs, ask_theirs, ask_ours, within=FP32 if dtype == torch.float32 else FP64)
+    ours = there_and_back(theirs, run_theirs, run_ours, within=FP32 if dtype == torch.float32 else FP64)
     assert ours.config.tie_embeddings == (variant != "untied")
 
 
@@ -84,15 +84,15 @@ def test_any_config(data: st.DataObject) -> None:
         activation_function=draw(st.sampled_from(["gelu", "gelu_new", "relu", "silu"])),
         tie_word_embeddings=draw(st.booleans()),
     )
-    there_and_back(theirs, ask_theirs, ask_ours, within=FP64)
+    there_and_back(theirs, run_theirs, run_ours, within=FP64)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padded_text(side: str) -> None:
-    """Sound is never padded in theirs: it must fill the encoder."""
+    """transformers never pads sound: it must have the encoder's length."""
     real = sides(3, 11)[side]
-    told = dict(decoder_attention_mask=real.long(), decoder_position_ids=positions_of(real))
-    there_and_back(whisper(), lambda m: ask_theirs(m, **told)[real], lambda m: ask_ours(m, target_mask=real)[real])
+    masks = dict(decoder_attention_mask=real.long(), decoder_position_ids=positions_of(real))
+    there_and_back(whisper(), lambda m: run_theirs(m, **masks)[real], lambda m: run_ours(m, target_mask=real)[real])
 
 
 @pytest.mark.parametrize("forced", [None, [[1, 7], [2, 11]]], ids=["free", "forced"])
@@ -103,14 +103,14 @@ def test_greedy(forced: list[list[int]] | None) -> None:
         return model
 
     theirs, text = writes(make, input_features=SOUND.float())
-    ours = there_and_back(theirs, ask_theirs, ask_ours)
+    ours = there_and_back(theirs, run_theirs, run_ours)
     assert greedy(ours, SOUND.float()).tolist() == text.tolist()
 
 
 def test_generation_defaults(tmp_path: Path) -> None:
     theirs = whisper()
     theirs.generation_config.max_length = 17
-    theirs.generation_config.forced_decoder_ids = [[1, None], [2, 11]]  # the language is to be found out
+    theirs.generation_config.forced_decoder_ids = [[1, None], [2, 11]]  # the language is detected
     expected = Generation(
         bos=51,
         eos=(51,),
@@ -125,7 +125,7 @@ def test_generation_defaults(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pairs", [7, [7], [[1]], [["1", 7]], [[2, 7]], [[1, "de"]], [[10**12, 7]]], ids=str)
-def test_forced_ids_that_are_none(pairs: object, tmp_path: Path) -> None:
+def test_invalid_forced_ids(pairs: object, tmp_path: Path) -> None:
     saved(whisper(), tmp_path, forced_decoder_ids=pairs, bad_words_ids=pairs)
     assert load(tmp_path).generation.forced_start == ()
 
