@@ -36,7 +36,7 @@ def run(
     ] = None,
     precision: Annotated[
         Literal["float32", "bfloat16"] | None,
-        typer.Option(help="Of the weights; in training, of what is computed. Default: bfloat16, on a CPU float32."),
+        typer.Option(help="Of the weights; in training, of the computation. Default: bfloat16; on a CPU float32."),
     ] = None,
     quantize: Annotated[Literal["int8", "int4"] | None, typer.Option(help="Weights in 8 or 4 bits.")] = None,
     optimizer: Annotated[Literal["adamw", "muon", "sgd", "none"], typer.Option(help="For training.")] = "adamw",
@@ -45,7 +45,7 @@ def run(
     ] = False,
     shards: Annotated[int, typer.Option(min=1, help="Devices that work together, each with a batch.")] = 1,
     parallel: Annotated[
-        Literal["fsdp", "ddp"], typer.Option(help="They share weights and states (fsdp), or each holds all (ddp).")
+        Literal["fsdp", "ddp"], typer.Option(help="Devices share weights and states (fsdp), or each has all (ddp).")
     ] = "fsdp",
     change: Annotated[
         list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the config: n_layers=4.")
@@ -54,7 +54,7 @@ def run(
     rate: Annotated[str, typer.Option(metavar="RATE", help="Operations a second of one device.")] = "400TFLOP/s",
     bandwidth: Annotated[str, typer.Option(metavar="RATE", help="Bytes that one device reads a second.")] = "3.3TB/s",
     fit: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The largest batch, and the largest length, in so much memory.")
+        str | None, typer.Option(metavar="SIZE", help="The largest batch, and the largest length, in this much memory.")
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Run it on this machine: forecast, measured, error.")
@@ -66,7 +66,7 @@ def run(
         bool, typer.Option("--geometry", help="How many almost-orthogonal directions fit, and a model's own angles.")
     ] = False,
     device: Annotated[
-        str, typer.Option(help="cpu or cuda. auto: cuda for a forecast, what is there for --measure.")
+        str, typer.Option(help="cpu or cuda. auto: cuda for a forecast, the best there is for --measure.")
     ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the forecast as JSON.")] = False,
 ) -> None:

@@ -15,9 +15,9 @@ from clearhead.errors import InputError, MissingExtraError
 
 def run(
     model: ModelName,
-    text: Annotated[str, typer.Argument(help="What the model reads at first; without it, an example.")] = "",
+    text: Annotated[str, typer.Argument(help="The first input of the model; without it, an example.")] = "",
     target: Annotated[
-        str | None, typer.Option(help="For a translator: what it writes. Without: its own choice.")
+        str | None, typer.Option(help="For a translator: the target text. Without: its own translation.")
     ] = None,
     export: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write one HTML file that needs neither server nor network.")
@@ -25,10 +25,10 @@ def run(
     port: Port = 0,
     no_open: Annotated[bool, typer.Option("--no-open", help="Print the address, and open no browser.")] = False,
     sites: Annotated[
-        bool, typer.Option("--sites", help="List the places where one can look; the text is then a pattern for them.")
+        bool, typer.Option("--sites", help="List the places that can be probed; TEXT is then a pattern for them.")
     ] = False,
     ablate: Annotated[
-        bool, typer.Option("--ablate", help="What a text, or a file with one a line, costs without each head.")
+        bool, typer.Option("--ablate", help="The loss of a text, or of a file with one text a line, without each head.")
     ] = False,
     heads: Annotated[
         str, typer.Option(metavar="PATTERN", help="For --ablate: these attentions, such as 'decoder.*.cross'.")

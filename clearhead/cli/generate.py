@@ -30,26 +30,30 @@ if TYPE_CHECKING:
 
 def run(
     model: ModelName,
-    prompt: Annotated[str, typer.Argument(help="The text to go on with; - reads standard input.")] = "-",
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")] = "-",
     chat: Annotated[
         bool,
         typer.Option(
             "--chat", help="A conversation, with the model's own template: a line of yours, an answer, and so on."
         ),
     ] = False,
-    system: Annotated[str | None, typer.Option(help="With --chat: what the model is told first.")] = None,
+    system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", min=1, help="The most tokens to write.")
     ] = 128,
     min_new_tokens: Annotated[int, typer.Option(help="The fewest tokens to write.")] = 0,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; 1 draws as the model says.")] = 0.8,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that sum to this.")] = 0.95,
-    top_k: Annotated[int, typer.Option(help="Draw from so many likeliest tokens; 0: from all.")] = 0,
+    top_k: Annotated[int, typer.Option(help="Draw from this many of the likeliest tokens; 0: from all.")] = 0,
     min_p: Annotated[float, typer.Option(help="Leave out tokens less likely than this share of the likeliest.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: say less again.")] = 1.0,
-    presence_penalty: Annotated[float, typer.Option(help="Off the logit of every token written before.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="The same, for each time that it was written.")] = 0.0,
-    no_repeat_ngram: Annotated[int, typer.Option(help="Never so many tokens in a row twice; 0: allowed.")] = 0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens written before become less likely.")] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Subtracted from the logit of every token written before.")
+    ] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same, once for each time it was written.")] = 0.0,
+    no_repeat_ngram: Annotated[
+        int, typer.Option(help="No sequence of this many tokens occurs twice; 0: no limit.")
+    ] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     regex: Annotated[str | None, typer.Option(help="The text matches this regular expression.")] = None,
     json_schema: Annotated[
@@ -63,15 +67,15 @@ def run(
         Literal["left"] | None, typer.Option(help="Cut a prompt that is too long at its start. Without: an error.")
     ] = None,
     scores: Annotated[
-        bool, typer.Option("--scores", help="A line for each token instead: how likely the model found it.")
+        bool, typer.Option("--scores", help="Print a line for each token instead, with its probability.")
     ] = False,
     alternatives: Annotated[
-        int, typer.Option(min=0, max=100, help="The same, and what else was among so many likeliest.")
+        int, typer.Option(min=0, max=100, help="The same, with this many of the likeliest tokens.")
     ] = 0,
     quantize: Quantize = None,
     device: Device = "auto",
 ) -> None:
-    """Write on from a prompt, shown as it is written."""
+    """Continue a prompt; the text is shown while it is generated."""
     if chat and prompt != "-":
         raise InputError(f"--chat asks for your lines one by one; got the prompt {prompt!r:.40}; leave one of them out")
     schema = None if json_schema is None else read_schema(json_schema)

@@ -24,17 +24,19 @@ def run(
         typer.Option(help="A file with one API key a line. Or set CLEARHEAD_API_KEYS, with commas between."),
     ] = None,
     allow_host: Annotated[
-        list[str] | None, typer.Option(help="A name under which the server may be asked, besides localhost.")
+        list[str] | None, typer.Option(help="A host name that requests may use, besides localhost.")
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(min=16, help="The most tokens held in memory at once. Without it: half of what is free."),
+        typer.Option(
+            min=16, help="The most tokens held in memory at once. Without it: what half of the free memory holds."
+        ),
     ] = None,
     max_texts: Annotated[int, typer.Option(min=1, help="The most texts written at once.")] = 256,
     streams: Annotated[int, typer.Option(min=1, help="The most requests at once under one key.")] = 512,
     seconds: Annotated[float, typer.Option(min=0.1, help="The longest that a request may take.")] = 600.0,
     grace: Annotated[
-        float, typer.Option(min=0, help="Told to end (SIGTERM), how many seconds requests have left to finish.")
+        float, typer.Option(min=0, help="Seconds that running requests have to finish after SIGTERM.")
     ] = 30.0,
     quantize: Annotated[str | None, typer.Option(help="Hold weights in fewer bits: int8 or int4.")] = None,
     device: Device = "auto",

@@ -24,10 +24,10 @@ def run(
         str, typer.Argument(metavar="AUDIO", help="A sound file: wav, flac, ogg, mp3; - reads standard input.")
     ],
     language: Annotated[
-        str | None, typer.Option(help="The language spoken, e.g. de. Without it, the first 30 seconds tell.")
+        str | None, typer.Option(help="The language spoken, e.g. de. Without it: detected in the first 30 seconds.")
     ] = None,
     task: Annotated[
-        Literal["transcribe", "translate"], typer.Option(help="Write what is said, or its English translation.")
+        Literal["transcribe", "translate"], typer.Option(help="A transcript, or its English translation.")
     ] = "transcribe",
     tokenizer: Annotated[
         Path | None, typer.Option(help="Where the tokenizer is. Without it: beside the model, e.g. gpt2.tiktoken.")
@@ -35,7 +35,7 @@ def run(
     beams: Beams = 1,
     device: Device = "auto",
 ) -> None:
-    """Write down what is said in a sound file, 30 seconds after 30 seconds, without times."""
+    """Transcribe a sound file, in windows of 30 seconds, without timestamps."""
     import torch
 
     from clearhead.checkpoint import load

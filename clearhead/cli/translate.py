@@ -39,11 +39,11 @@ def run(
     beams: Beams = 4,
     n_best: Annotated[
         int | None,
-        typer.Option(min=1, help="So many translations of each line: its number, a score and the text, with tabs."),
+        typer.Option(
+            min=1, help="Print this many translations of each line: line number, score and text, separated by tabs."
+        ),
     ] = None,
-    length_penalty: Annotated[
-        float, typer.Option(help="Above 0 favours long texts; 0 does not look at the length.")
-    ] = 1.0,
+    length_penalty: Annotated[float, typer.Option(help="Above 0 favours long texts; 0 ignores the length.")] = 1.0,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="The longest output. Without it: 20 more than twice the source.")
     ] = None,
@@ -53,7 +53,7 @@ def run(
     trace: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE.json", help="Write why each text of the search lived or died; show the first line's."
+            metavar="FILE.json", help="Write why the search kept or dropped each text; show the first line's search."
         ),
     ] = None,
     quantize: Quantize = None,
