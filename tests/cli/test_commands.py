@@ -17,7 +17,7 @@ from clearhead.families import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # typer passes None to an option with a callback
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SHADES = "░▒▓█"
 
 

@@ -12,7 +12,8 @@ from typer.testing import CliRunner, Result
 
 from clearhead.cli import app
 from clearhead.errors import ClearheadError
-from tests.test_cli_explore_tables import make
+
+from .test_explore_tables import make
 
 
 @pytest.fixture(scope="module")
