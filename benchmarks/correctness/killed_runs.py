@@ -121,13 +121,13 @@ class Run:
         os._exit(code)
 
     def end(self) -> str:
-        """Wait for it; what it kills of its changes to the disk. Anything but success or a kill stops this program."""
+        """Wait for it; returns what it wrote about its changes to the disk. Anything but success or a kill stops this program."""
         with os.fdopen(self.reading, encoding="utf-8") as stream:
-            kills = stream.read()
+            changes = stream.read()
         status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         if status not in (0, -signal.SIGKILL):
             sys.exit(f"a run ended with {status}")
-        return kills
+        return changes
 
 
 class Changes:

@@ -162,12 +162,14 @@ def test_demo_reads_dates(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_demo_reads_digits(tmp_path: Path) -> None:
     text = demo("digits", tmp_path / "run")
     assert "1,442 to learn from, 355 held out" in text
     assert "10: 0, 1, 2, 3, 4, 5, 6, 7" in text
 
 
+@pytest.mark.slow
 def test_demo_writes_code(tmp_path: Path) -> None:
     text = demo(
         "code", tmp_path / "run", "model.n_layers=1", "model.d_model=24", "train.evaluate_rows=2", "data.vocab_size=300"
