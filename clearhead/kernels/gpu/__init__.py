@@ -1,21 +1,25 @@
-"""Decoding on a CUDA GPU: Triton kernels for the steps where a few rows meet many weights or many kept keys.
+"""Triton kernels for a CUDA GPU.
 
-A decoding step reads every weight and every key once for a handful of rows, so each kernel here is written to read memory
-at full speed; the arithmetic is free. Sums are float32 whatever the type, and rounded once. Every function can be captured
-in a CUDA graph: nothing waits for the device, and the shapes alone choose how the work is split. Constants were tuned on an
-H200 (benchmarks/gpu/decode_kernels.py).
+A decode step reads every weight and every cached key once for a few rows: its time is that of reading memory, and these kernels
+read at full speed. Sums are float32 for every type, and rounded once. Every function can be recorded in a CUDA graph: none waits
+for the device, and the split of the work depends on shapes alone. Constants were tuned on an H200
+(benchmarks/gpu/decode_kernels.py).
 
-launching.py    one kernel after another
-products.py     a few rows times a weight, plain or packed
-attention.py    one query a row over keys in blocks
-keeping.py      queries and keys turned, keys and values put in their blocks
-between.py      gates, and sums with the norm after them
-choosing.py     the most likely tokens
+launch.py            programmatic dependent launch
+activation.py        activations and their derivatives
+linear.py            a few rows times a weight, plain or packed
+paged_attention.py   one query a row over keys in blocks
+kv_store.py          rotary positions, and keys and values into their blocks
+elementwise.py       gates, and a sum with the norm after it
+top_k.py             the most likely tokens
+cross_entropy.py     loss and gradient of training, imported on its own
+float8_cast.py       operands of 8-bit products in training, imported on its own
 
-Only code that holds CUDA tensors may import this: it needs triton.
+Import this only where tensors are on a CUDA GPU: it needs triton.
 """
 
-from clearhead.kernels.gpu.elementwise import add_norm, gated, knows
+from clearhead.kernels.gpu.activation import knows
+from clearhead.kernels.gpu.elementwise import add_norm, gated
 from clearhead.kernels.gpu.kv_store import rotate, rotate_store, store
 from clearhead.kernels.gpu.linear import linear, linear_int4, linear_int8, linear_plan
 from clearhead.kernels.gpu.paged_attention import attention_plan, paged_attention

@@ -1,11 +1,11 @@
-"""Tensors in 8 bits, for products on a CUDA GPU: Triton kernels that read a tensor once and write it in both orders.
+"""Tensors in 8 bits, for products on a CUDA GPU: a Triton kernel that reads a tensor once and writes it plain and transposed.
 
-The matrix units take 8-bit operands only with the summed axis last. A product's operand is summed over one axis going forward and
-over the other for the gradients, so each tensor is needed as it is and turned. The kernel does both from one tile, together
-with what stands right before the product (an activation, its slope, the joining of q, k and v), so that none of it is written
-in 16 bits. A scale comes from the steps before; this pass's largest value is collected on the way.
+The matrix units take 8-bit operands only with the summed axis last. The forward pass sums an operand over one axis and the
+gradients over the other, so both layouts are needed. The kernel writes both from one tile. It also computes what comes right
+before the product (an activation, its derivative, the concatenation of q, k and v), so that none of it is written in 16 bits. The
+scale comes from earlier steps; the largest value of this pass is collected on the way.
 
-Only code that holds CUDA tensors may import this module: it needs triton.
+Import this only where tensors are on a CUDA GPU: it needs triton.
 """
 # triton has no types, and kernels are a language of their own.
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
@@ -20,56 +20,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from clearhead.kernels.gpu.activation import activate, activation_slope, knows
+
 FOURS, COLUMNS, WARPS = 16, 128, 8  # of a tile; tuned on an H200
 
 
 @triton.jit
 @no_type_check
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-@no_type_check
-def _activate(x, KIND: tl.constexpr):
-    """ACTIVATIONS of feedforward.py."""
-    if KIND == "relu":
-        return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    if KIND == "relu2":
-        y = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        return y * y
-    if KIND == "silu":
-        return x * _sigmoid(x)
-    if KIND == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    if KIND == "gelu_tanh":  # (1 + tanh(u)) / 2 is the sigmoid of 2 u
-        return x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    return x
-
-
-@triton.jit
-@no_type_check
-def _slope(x, KIND: tl.constexpr):
-    """d activate / d x."""
-    if KIND == "relu":
-        return tl.where(x > 0, 1.0, x * 0.0)
-    if KIND == "relu2":
-        return 2.0 * tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    if KIND == "silu":
-        s = _sigmoid(x)
-        return s + x * s * (1.0 - s)
-    if KIND == "gelu":
-        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
-    # gelu_tanh
-    s = _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    return s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
-
-
-@triton.jit
-@no_type_check
 def pack(x0, x1, x2, x3, OUT: tl.constexpr, PTX: tl.constexpr):
-    """Four numbers, already in range, as the bytes of one word."""
-    # Two of them at once and not x.to(OUT), whose result is also stored: ptxas 12.8 loses one of two uses of a rounded pair.
+    """Four numbers, already in range, as the four bytes of one word."""
+    # Not x.to(OUT), whose result is also stored: ptxas 12.8 loses one of the two uses of a rounded pair.
     if PTX and tl.float8e4nv == OUT:
         return tl.inline_asm_elementwise(
             "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }",
@@ -95,12 +55,13 @@ def _row(
     first, second, third, before, factor, out, r, c, R, N, n1, n2, step1, step2, step3,
     KIND: tl.constexpr, PARTS: tl.constexpr, TOP: tl.constexpr,
 ):  # fmt: skip
-    """Rows r of a tile: read, activate or multiply by a slope, scale, write. What is in range, and the size before scaling."""
+    """Rows r of a tile: read, activate (or multiply by the derivative), scale, write. Returns the scaled rows, and absolute
+    values before scaling."""
     inside = (r < R)[:, None] & (c < N)[None, :]
     r64 = r[:, None].to(tl.int64)
     if PARTS == 1:
         x = tl.load(first + r64 * step1 + c[None, :], mask=inside, other=0.0).to(tl.float32)
-    else:  # each column lies in one part; where a mask is false nothing is read
+    else:  # each column belongs to one part; masked loads read nothing
         x = tl.load(first + r64 * step1 + c[None, :], mask=inside & (c < n1)[None, :], other=0.0).to(tl.float32)
         in2 = inside & ((c >= n1) & (c < n2))[None, :]
         x += tl.load(second + r64 * step2 + (c - n1)[None, :], mask=in2, other=0.0).to(tl.float32)
@@ -108,10 +69,10 @@ def _row(
             in3 = inside & (c >= n2)[None, :]
             x += tl.load(third + r64 * step3 + (c - n2)[None, :], mask=in3, other=0.0).to(tl.float32)
     if before is not None:
-        x *= _slope(tl.load(before + r64 * N + c[None, :], mask=inside, other=0.0).to(tl.float32), KIND)
+        x *= activation_slope(tl.load(before + r64 * N + c[None, :], mask=inside, other=0.0).to(tl.float32), KIND)
     else:
-        x = _activate(x, KIND)
-    # No number stays none, so that a run that has diverged is seen.
+        x = activate(x, KIND)
+    # NaN stays NaN, so that a diverged run is seen.
     scaled = tl.clamp(x * factor, -TOP, TOP, propagate_nan=tl.PropagateNan.ALL)
     tl.store(out + r64 * N + c[None, :], scaled.to(out.dtype.element_ty), mask=inside)
     return scaled, tl.abs(x)
@@ -120,12 +81,12 @@ def _row(
 @triton.jit
 @no_type_check
 def _cast(
-    first, second, third, before, scale, amax, out, turned, R, N, LONG, n1, n2, step1, step2, step3,
+    first, second, third, before, scale, amax, out, transposed, R, N, LONG, n1, n2, step1, step2, step3,
     KIND: tl.constexpr, PARTS: tl.constexpr, TOP: tl.constexpr, FOURS: tl.constexpr, COLUMNS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """One tile, written as it is and turned (rows up to LONG as zeros).
+    """One tile, written plain and transposed (padded with zeros up to LONG rows).
 
-    Rows come in fours: four numbers of a column are the bytes of one word, and words are what is turned.
+    Rows are read in fours: four numbers of a column are the bytes of one word, and words are transposed.
     """
     four = tl.program_id(1) * FOURS + tl.arange(0, FOURS)
     c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -147,17 +108,18 @@ def _cast(
         largest = tl.maximum(tl.maximum(a0, a1), tl.maximum(a2, a3))
         tl.atomic_max(amax, tl.max(tl.max(largest, 1), 0), sem="relaxed")
     there = c[:, None].to(tl.int64) * (LONG // 4) + four[None, :]
-    tl.store(turned + there, tl.trans(words), mask=(c < N)[:, None] & (four < LONG // 4)[None, :])
+    tl.store(transposed + there, tl.trans(words), mask=(c < N)[:, None] & (four < LONG // 4)[None, :])
 
 
 def cast(
     parts: list[Tensor], before: Tensor | None, kind: str, scale: Tensor, amax: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """`parts` side by side, (R, N), times `scale` in 8 bits: (R, N) and (N, R up to a multiple of 16).
+    """`parts` side by side, (R, N), times `scale` in 8 bits: (R, N), and transposed, (N, R padded to a multiple of 16).
 
-    With `kind` their activation; with `before` they are gradients and `before` what was activated. `amax` rises to the largest
-    value there is, before scaling.
+    `kind` is the activation to apply ("": none). With `before` the parts are gradients of activated values, and `before` the
+    values before the activation. `amax` becomes the maximum of itself and the largest absolute value before scaling.
     """
+    assert knows(kind or None)
     rows = [part.flatten(0, -2) for part in parts]
     R, N = len(rows[0]), sum(part.shape[1] for part in rows)
     out = torch.empty(R, N, dtype=dtype, device=scale.device)
@@ -166,9 +128,9 @@ def cast(
     return out, words.view(dtype)
 
 
-def cast_into(x: Tensor, scale: Tensor, out: Tensor, turned: Tensor) -> None:
-    """The same for one tensor, into memory that is there."""
-    _launch([x], None, "", scale, None, out, turned.view(torch.int32))
+def cast_into(x: Tensor, scale: Tensor, out: Tensor, transposed: Tensor) -> None:
+    """The same for one tensor, written into given memory."""
+    _launch([x], None, "", scale, None, out, transposed.view(torch.int32))
 
 
 def _launch(

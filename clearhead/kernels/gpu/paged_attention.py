@@ -1,4 +1,4 @@
-"""Attention of one query a row over keys that lie in blocks."""
+"""Attention of one query a row over keys and values in the blocks of a pool."""
 # triton has no types, and kernels are a language of their own.
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
 # pyright: reportIndexIssue=false
@@ -14,125 +14,127 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from clearhead.kernels.gpu.launch import begin, early
+from clearhead.kernels.gpu.launch import pdl_options, start_kernel
 
 LOG2E = tl.constexpr(1.4426950408889634)
-NOTHING = tl.constexpr(-1.0e30)  # a score no key has; finite, so that nothing minus nothing is 0 and not NaN
+MASKED = tl.constexpr(-1.0e30)  # the score of no key; finite, so that MASKED - MASKED is 0 and not NaN
 
 
 @triton.jit
 @no_type_check
-def _named(row, at, high, SLOTS: tl.constexpr, EACH: tl.constexpr):
-    """What the table says of tokens `at`: the block of each, or with EACH its very place."""
+def _table_entries(row, at, high, SLOTS: tl.constexpr, EACH: tl.constexpr):
+    """The table's entries for tokens `at`: the block of each, or with EACH its own slot."""
     return tl.load(row + (at if EACH else at // SLOTS), mask=at < high, other=0)
 
 
 @triton.jit
 @no_type_check
-def _offset(named, at, block_stride, E: tl.constexpr, SLOTS: tl.constexpr, EACH: tl.constexpr):
-    """How far into the pool those tokens lie."""
-    block, slot = named, at % SLOTS
+def _offset(entries, at, block_stride, E: tl.constexpr, SLOTS: tl.constexpr, EACH: tl.constexpr):
+    """The offsets of those tokens in the pool."""
+    block, slot = entries, at % SLOTS
     if EACH:
-        block, slot = named // SLOTS, named % SLOTS
+        block, slot = entries // SLOTS, entries % SLOTS
     return block.to(tl.int64)[:, None] * block_stride + slot[:, None] * E
 
 
 @triton.jit
 @no_type_check
-def _look_alone(
+def _attend_one_head(
     q, k, v, row, low, high, scale, block_stride,
     E: tl.constexpr, EP: tl.constexpr, SLOTS: tl.constexpr, EACH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One head's own keys. Each place of the tile keeps a softmax of its own: nothing waits until the last tile is in."""
+    """One query head with its own keys. Each slot of the tile keeps its own running softmax; they are joined once, at the end."""
     e = tl.arange(0, EP)[None, :]
     query = tl.load(q + e, mask=e < E, other=0.0).to(tl.float32) * (scale * LOG2E)
-    peak = tl.full((TILE,), NOTHING, tl.float32)
-    mass = tl.zeros((TILE,), tl.float32)
+    max_score = tl.full((TILE,), MASKED, tl.float32)
+    weight_sum = tl.zeros((TILE,), tl.float32)
     total = tl.zeros((TILE, EP), tl.float32)
     at = low + tl.arange(0, TILE)
-    named = _named(row, at, high, SLOTS, EACH)
+    entries = _table_entries(row, at, high, SLOTS, EACH)
     for _ in tl.range(low, high, TILE):
         real = at < high
-        there = _offset(named, at, block_stride, E, SLOTS, EACH) + e
+        there = _offset(entries, at, block_stride, E, SLOTS, EACH) + e
         mask = real[:, None] & (e < E)
         keys = tl.load(k + there, mask=mask, other=0.0)
         values = tl.load(v + there, mask=mask, other=0.0)
         at += TILE
-        named = _named(row, at, high, SLOTS, EACH)  # one tile ahead: the keys' addresses hang on it
-        scores = tl.where(real, tl.sum(keys.to(tl.float32) * query, 1), NOTHING)
-        higher = tl.maximum(peak, scores)
+        entries = _table_entries(row, at, high, SLOTS, EACH)  # one tile ahead: the addresses of keys depend on it
+        scores = tl.where(real, tl.sum(keys.to(tl.float32) * query, 1), MASKED)
+        higher = tl.maximum(max_score, scores)
         weights = tl.where(real, tl.exp2(scores - higher), 0.0)
-        fade = tl.exp2(peak - higher)
-        mass = mass * fade + weights
-        total = total * fade[:, None] + weights[:, None] * values.to(tl.float32)
-        peak = higher
-    top = tl.max(peak, 0)
-    share = tl.exp2(peak - top)
+        decay = tl.exp2(max_score - higher)
+        weight_sum = weight_sum * decay + weights
+        total = total * decay[:, None] + weights[:, None] * values.to(tl.float32)
+        max_score = higher
+    top = tl.max(max_score, 0)
+    share = tl.exp2(max_score - top)
     total = tl.sum(total * share[:, None], 0)
-    return total[None, :], tl.zeros((1,), tl.float32) + top, tl.zeros((1,), tl.float32) + tl.sum(mass * share, 0)
+    return total[None, :], tl.zeros((1,), tl.float32) + top, tl.zeros((1,), tl.float32) + tl.sum(weight_sum * share, 0)
 
 
 @triton.jit
 @no_type_check
-def _look_together(
+def _attend_group(
     q, k, v, row, low, high, scale, block_stride,
     E: tl.constexpr, EP: tl.constexpr, SLOTS: tl.constexpr, EACH: tl.constexpr, TILE: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A group of heads on the keys they share, each key read once; the matrix units want the group padded to 16."""
+    """Query heads that share keys, each key read once. The matrix units need the group padded to 16."""
     e = tl.arange(0, EP)[None, :]
     g = tl.arange(0, ROWS)[:, None]
     query = tl.load(q + g * E + e, mask=(g < GROUP) & (e < E), other=0.0)
-    peak = tl.full((ROWS,), NOTHING, tl.float32)
-    mass = tl.zeros((ROWS,), tl.float32)
+    max_score = tl.full((ROWS,), MASKED, tl.float32)
+    weight_sum = tl.zeros((ROWS,), tl.float32)
     total = tl.zeros((ROWS, EP), tl.float32)
     for start in tl.range(low, high, TILE, num_stages=STAGES):
         at = start + tl.arange(0, TILE)
         real = at < high
-        there = _offset(_named(row, at, high, SLOTS, EACH), at, block_stride, E, SLOTS, EACH) + e
+        there = _offset(_table_entries(row, at, high, SLOTS, EACH), at, block_stride, E, SLOTS, EACH) + e
         mask = real[:, None] & (e < E)
         keys = tl.load(k + there, mask=mask, other=0.0)
         values = tl.load(v + there, mask=mask, other=0.0)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * (scale * LOG2E)
-        scores = tl.where(real[None, :], scores, NOTHING)
-        higher = tl.maximum(peak, tl.max(scores, 1))
+        scores = tl.where(real[None, :], scores, MASKED)
+        higher = tl.maximum(max_score, tl.max(scores, 1))
         weights = tl.where(real[None, :], tl.exp2(scores - higher[:, None]), 0.0)
-        fade = tl.exp2(peak - higher)
-        mass = mass * fade + tl.sum(weights, 1)
-        total = tl.dot(weights.to(values.dtype), values, total * fade[:, None], input_precision="ieee")
-        peak = higher
-    return total, peak, mass
+        decay = tl.exp2(max_score - higher)
+        weight_sum = weight_sum * decay + tl.sum(weights, 1)
+        total = tl.dot(weights.to(values.dtype), values, total * decay[:, None], input_precision="ieee")
+        max_score = higher
+    return total, max_score, weight_sum
 
 
 @triton.jit
 @no_type_check
 def _join_splits(
-    parts, peaks, masses, own, used, EP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr
+    parts, max_scores, weight_sums, own, used, EP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
-    """One softmax of several. Reads go past the near cache, which may hold what was there before."""
+    """Join the softmaxes of several splits. Reads bypass the L1 cache, which may hold old values."""
     g, e = tl.arange(0, ROWS), tl.arange(0, EP)[None, :]
-    peak = tl.full((ROWS,), NOTHING, tl.float32)
+    max_score = tl.full((ROWS,), MASKED, tl.float32)
     for s in tl.static_range(SPLITS):
         mask = (g < GROUP) & (s < used)
-        peak = tl.maximum(peak, tl.load(peaks + own * SPLITS + s, mask=mask, other=NOTHING, cache_modifier=".cg"))
-    total, mass = tl.zeros((ROWS, EP), tl.float32), tl.zeros((ROWS,), tl.float32)
+        max_score = tl.maximum(
+            max_score, tl.load(max_scores + own * SPLITS + s, mask=mask, other=MASKED, cache_modifier=".cg")
+        )
+    total, weight_sum = tl.zeros((ROWS, EP), tl.float32), tl.zeros((ROWS,), tl.float32)
     for s in tl.static_range(SPLITS):
         mask, there = (g < GROUP) & (s < used), own * SPLITS + s
-        theirs = tl.load(peaks + there, mask=mask, other=NOTHING, cache_modifier=".cg")
-        share = tl.where(mask, tl.exp2(theirs - peak), 0.0)
-        mass += share * tl.load(masses + there, mask=mask, other=0.0, cache_modifier=".cg")
+        theirs = tl.load(max_scores + there, mask=mask, other=MASKED, cache_modifier=".cg")
+        share = tl.where(mask, tl.exp2(theirs - max_score), 0.0)
+        weight_sum += share * tl.load(weight_sums + there, mask=mask, other=0.0, cache_modifier=".cg")
         part = parts + there[:, None].to(tl.int64) * EP + e
         total += share[:, None] * tl.load(part, mask=mask[:, None], other=0.0, cache_modifier=".cg")
-    return total, mass
+    return total, weight_sum
 
 
 @triton.jit
 @no_type_check
 def _finish_attention(
-    out, own, total, mass, E: tl.constexpr, EP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr
+    out, own, total, weight_sum, E: tl.constexpr, EP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     g, e = tl.arange(0, ROWS), tl.arange(0, EP)[None, :]
-    total = total / tl.where(mass > 0, mass, 1.0)[:, None]
+    total = total / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
     mask = (g < GROUP)[:, None] & (e < E)
     tl.store(out + own[:, None].to(tl.int64) * E + e, total.to(out.dtype.element_ty), mask=mask)
 
@@ -140,16 +142,16 @@ def _finish_attention(
 @triton.jit
 @no_type_check
 def _paged_attention(
-    q, k, v, table, counts, out, parts, peaks, masses, arrived,
+    q, k, v, table, counts, out, parts, max_scores, weight_sums, finished,
     scale, window, q_stride, table_stride, k_block, k_head, v_head,
     E: tl.constexpr, EP: tl.constexpr, SLOTS: tl.constexpr, EACH: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    SPLITS: tl.constexpr, LEAST: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    SPLITS: tl.constexpr, LEAST: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a row, key head and split. Of a row's splits, the one that arrives last joins them.
+    """One program for each row, key head and split. The last split of a row to finish joins them.
 
-    Splits are even and at least LEAST tokens long, so a short row has fewer of them.
+    Splits are equal and at least LEAST tokens long, so a short row has fewer of them.
     """
-    begin(EARLY)
+    start_kernel(PDL)
     head, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     K = tl.num_programs(0)
     count = tl.load(counts + b)
@@ -168,44 +170,46 @@ def _paged_attention(
     v += head.to(tl.int64) * v_head
     row = table + b.to(tl.int64) * table_stride
     if GROUP == 1:
-        total, peak, mass = _look_alone(q, k, v, row, low, high, scale, k_block, E, EP, SLOTS, EACH, TILE)
+        total, max_score, weight_sum = _attend_one_head(
+            q, k, v, row, low, high, scale, k_block, E, EP, SLOTS, EACH, TILE
+        )
     else:
-        total, peak, mass = _look_together(
+        total, max_score, weight_sum = _attend_group(
             q, k, v, row, low, high, scale, k_block, E, EP, SLOTS, EACH, TILE, GROUP, ROWS, STAGES
         )  # fmt: skip
     g = tl.arange(0, ROWS)
-    own = (b * K + head) * GROUP + g  # which head of all rows' heads
+    own = (b * K + head) * GROUP + g  # the index among the query heads of all rows
     if SPLITS == 1 or used == 1:
-        _finish_attention(out, own, total, mass, E, EP, GROUP, ROWS)
+        _finish_attention(out, own, total, weight_sum, E, EP, GROUP, ROWS)
     else:
         e = tl.arange(0, EP)[None, :]
         mine = own * SPLITS + split
         tl.store(parts + mine[:, None].to(tl.int64) * EP + e, total, mask=(g < GROUP)[:, None])
-        tl.store(peaks + mine, peak, mask=g < GROUP)
-        tl.store(masses + mine, mass, mask=g < GROUP)
-        tl.debug_barrier()  # all of this program's parts are written before one thread says so
-        if tl.atomic_add(arrived + b * K + head, 1, sem="acq_rel") == used - 1:
-            tl.store(arrived + b * K + head, 0)  # ready for the next call
-            total, mass = _join_splits(parts, peaks, masses, own, used, EP, GROUP, ROWS, SPLITS)
-            _finish_attention(out, own, total, mass, E, EP, GROUP, ROWS)
+        tl.store(max_scores + mine, max_score, mask=g < GROUP)
+        tl.store(weight_sums + mine, weight_sum, mask=g < GROUP)
+        tl.debug_barrier()  # all parts of this program are written before it is counted
+        if tl.atomic_add(finished + b * K + head, 1, sem="acq_rel") == used - 1:
+            tl.store(finished + b * K + head, 0)  # ready for the next call
+            total, weight_sum = _join_splits(parts, max_scores, weight_sums, own, used, EP, GROUP, ROWS, SPLITS)
+            _finish_attention(out, own, total, weight_sum, E, EP, GROUP, ROWS)
 
 
 @functools.cache
-def _arrivals(device: torch.device) -> Tensor:
-    """Counters that every call leaves at 0. One stream at a time may use them."""
+def _counters(device: torch.device) -> Tensor:
+    """Counters of finished splits. Every call leaves them at 0; one stream at a time may use them."""
     return torch.zeros(65536, dtype=torch.int32, device=device)
 
 
 def attention_plan(B: int, H: int, K: int, E: int, longest: int, dtype: torch.dtype) -> dict[str, Any]:
-    """How `paged_attention` splits its work, from shapes alone: the lengths are known only on the device."""
+    """How `paged_attention` splits its work. It depends on shapes alone: lengths are known only on the device."""
     half = dtype.itemsize == 2
     tile = 64 if half and longest > 64 else 32
     warps = 2 if half and E <= 64 else 4
-    if B * K >= 264:  # two for each of a large GPU's multiprocessors
+    if B * K >= 264:  # two programs for each multiprocessor of a large GPU
         if half and E == 128 and H == K and longest > 64:
-            # Left alone, the compiler takes fewer registers and starts its loads one after another.
+            # With fewer registers, the compiler's own choice, loads would wait for each other.
             return dict(TILE=32, SPLITS=1, LEAST=32, STAGES=3, num_warps=4, maxnreg=128)
-        if half and E <= 64 and H == K:  # at any length; larger tiles lose where rows are short
+        if half and E <= 64 and H == K:  # larger tiles are slower for short rows
             return dict(TILE=16, SPLITS=1, LEAST=16, STAGES=3, num_warps=2)
         tile = 32 if half and longest <= 128 else tile
         return dict(TILE=tile, SPLITS=1, LEAST=tile, STAGES=3, num_warps=warps)
@@ -226,10 +230,10 @@ def paged_attention(
     each: bool = False,
     plan: dict[str, Any] | None = None,
 ) -> Float[Tensor, "B H E"]:
-    """Each row's query on its own first `counts` tokens (the last `window` of them, if given); no tokens give zeros.
+    """Attention of each row's query over its first `counts` tokens (the last `window` of them, if not 0); zeros if there are none.
 
     Token p of row b lies in block table[b, p // block], slot p % block; with `each`, in block table[b, p] // block, slot
-    table[b, p] % block. k and v are views of one pool: blocks and heads may lie anywhere, a head's slots are contiguous.
+    table[b, p] % block. k and v are views of one pool with any strides of blocks and heads; the slots of a head are contiguous.
     """
     (B, H, E), (_, K, slots, _), m = q.shape, k.shape, table.shape[1]
     assert k.stride()[2:] == v.stride()[2:] == q.stride()[1:] == (E, 1)
@@ -240,14 +244,14 @@ def paged_attention(
     assert how["SPLITS"] == 1 or B * K <= 65536
     splits, group, wide = how["SPLITS"], H // K, triton.next_power_of_2(E)
     out = q.new_empty(B, H, E)
-    # Without a split these are never touched; triton wants a tensor all the same.
+    # Not used without splits, but triton needs tensors.
     parts = out if splits == 1 else q.new_empty(B * H * splits, wide, dtype=torch.float32)
     sums = out if splits == 1 else q.new_empty(2, B * H * splits, dtype=torch.float32)
-    arrived = counts if splits == 1 else _arrivals(q.device)
+    finished = counts if splits == 1 else _counters(q.device)
     _paged_attention[(K, splits, B)](
-        q, k, v, table, counts, out, parts, sums[0], sums[-1], arrived,
+        q, k, v, table, counts, out, parts, sums[0], sums[-1], finished,
         scale, window, q.stride(0), table.stride(0), k.stride(0), k.stride(1), v.stride(1),
         E=E, EP=wide, SLOTS=slots, EACH=each, GROUP=group, ROWS=1 if group == 1 else max(16, triton.next_power_of_2(group)),
-        **how, **early(q.device),
+        **how, **pdl_options(q.device),
     )  # fmt: skip
     return out

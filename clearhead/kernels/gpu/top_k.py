@@ -1,4 +1,4 @@
-"""The most likely tokens."""
+"""The most likely tokens, with their log-probabilities."""
 # triton has no types, and kernels are a language of their own.
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
 # pyright: reportIndexIssue=false
@@ -13,7 +13,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from clearhead.kernels.gpu.launch import begin, early
+from clearhead.kernels.gpu.launch import pdl_options, start_kernel
 
 LOWEST = tl.constexpr(-(2**63))
 
@@ -21,7 +21,7 @@ LOWEST = tl.constexpr(-(2**63))
 @triton.jit
 @no_type_check
 def _pack(value, index):
-    """A number and its place as one integer that sorts by number, and among equals has the lower place on top."""
+    """A number and its index as one integer that sorts by number; among equal numbers the lower index is the larger integer."""
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)  # -0 and 0 are equal
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
@@ -38,37 +38,37 @@ def _unpack(key):
 @triton.jit
 @no_type_check
 def _best_of_groups(
-    logits, bests, peaks, masses, row_stride, V,
-    PART: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
+    logits, bests, tops, exp_sums, row_stride, V,
+    PART: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One part of one row: the maximum of each group of neighbours, and the sum of exponentials above the part's own."""
-    begin(EARLY)
+    """One part of one row: the maximum of each group of neighbours, the maximum of all, and the sum of exp(x - that maximum)."""
+    start_kernel(PDL)
     part, r = tl.program_id(0), tl.program_id(1).to(tl.int64)
     group = part * (PART // WIDTH) + tl.arange(0, PART // WIDTH)
     at = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     x = tl.load(logits + r * row_stride + at, mask=at < V, other=float("-inf")).to(tl.float32)
     best = tl.max(x, 1)
     tl.store(bests + r * (PARTS * (PART // WIDTH)) + group, best)
-    peak = tl.max(best, 0)
-    mass = tl.sum(tl.sum(tl.exp(x - tl.where(peak == float("-inf"), 0.0, peak)), 1), 0)
-    tl.store(peaks + r * PARTS + part, peak)
-    tl.store(masses + r * PARTS + part, mass)
+    part_top = tl.max(best, 0)
+    exp_sum = tl.sum(tl.sum(tl.exp(x - tl.where(part_top == float("-inf"), 0.0, part_top)), 1), 0)
+    tl.store(tops + r * PARTS + part, part_top)
+    tl.store(exp_sums + r * PARTS + part, exp_sum)
 
 
 @triton.jit
 @no_type_check
 def _top_of_row(
-    logits, bests, peaks, masses, values, ids, row_stride, V,
+    logits, bests, tops, exp_sums, values, ids, row_stride, V,
     k: tl.constexpr, KP: tl.constexpr, PARTS: tl.constexpr, PARTSP: tl.constexpr,
-    GROUPS: tl.constexpr, GROUPSP: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPSP: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The k best tokens lie in the k best groups: each of those has one at least as good as any token outside them."""
-    begin(EARLY)
+    """The k best tokens are in the k best groups: each of these has a token at least as good as any token outside them."""
+    start_kernel(PDL)
     r, p = tl.program_id(0).to(tl.int64), tl.arange(0, PARTSP)
-    peak = tl.load(peaks + r * PARTS + p, mask=p < PARTS, other=float("-inf"))
-    mass = tl.load(masses + r * PARTS + p, mask=p < PARTS, other=0.0)
-    top = tl.max(peak, 0)
-    whole = top + tl.log(tl.sum(mass * tl.exp(peak - top), 0))
+    part_top = tl.load(tops + r * PARTS + p, mask=p < PARTS, other=float("-inf"))
+    exp_sum = tl.load(exp_sums + r * PARTS + p, mask=p < PARTS, other=0.0)
+    top = tl.max(part_top, 0)
+    log_sum = top + tl.log(tl.sum(exp_sum * tl.exp(part_top - top), 0))
 
     group, i = tl.arange(0, GROUPSP), tl.arange(0, KP)
     best = tl.load(bests + r * GROUPS + group, mask=group < GROUPS, other=float("-inf"))
@@ -85,7 +85,7 @@ def _top_of_row(
     for n in tl.range(k):
         key = tl.max(tl.max(keys, 1), 0)
         value, index = _unpack(key)
-        tl.store(values + r * k + n, value - whole)
+        tl.store(values + r * k + n, value - log_sum)
         tl.store(ids + r * k + n, index)
         keys = tl.where(keys == key, LOWEST, keys)
 
@@ -103,13 +103,13 @@ def top_log_probs(
     sums = torch.empty(2, R, parts, dtype=torch.float32, device=logits.device)
     _best_of_groups[(parts, R)](
         logits, bests, sums[0], sums[1], logits.stride(0), V,
-        PART=part, PARTS=parts, WIDTH=width, num_warps=4, **early(logits.device),
+        PART=part, PARTS=parts, WIDTH=width, num_warps=4, **pdl_options(logits.device),
     )  # fmt: skip
     values = torch.empty(R, k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(R, k, dtype=torch.int64, device=logits.device)
     _top_of_row[(R,)](
         logits, bests, sums[0], sums[1], values, ids, logits.stride(0), V,
         k=k, KP=triton.next_power_of_2(k), PARTS=parts, PARTSP=triton.next_power_of_2(parts),
-        GROUPS=groups, GROUPSP=triton.next_power_of_2(groups), WIDTH=width, num_warps=warps, **early(logits.device),
+        GROUPS=groups, GROUPSP=triton.next_power_of_2(groups), WIDTH=width, num_warps=warps, **pdl_options(logits.device),
     )  # fmt: skip
     return values, ids
