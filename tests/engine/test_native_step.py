@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import clearhead as ch
+from clearhead import kernels
 from clearhead.config import Config, Generation
 from clearhead.engine import native_step
 from clearhead.engine.kv_cache import BlockTable, PagedCache, Pool
@@ -88,11 +89,14 @@ class Rows:
     def __init__(self, model: Decoder | EncoderDecoder) -> None:
         self.model, self.step = model, NativeStep(model)
         config, rng = model.config, np.random.default_rng(5)
-        self.pool = Pool(n_blocks=97, block=4, n_layers=3, n_kv_heads=config.n_kv_heads, d_head=config.d_head)
+        blocks: Any = (model if isinstance(model, Decoder) else model.decoder).blocks
+        sizes: Any = dict(n_layers=3, n_kv_heads=config.n_kv_heads, d_head=config.d_head)
+        n_cross_heads = [block.cross.n_kv_heads for block in blocks if block.cross is not None]
+        self.pool = Pool(n_blocks=97, block=4, n_cross_heads=n_cross_heads, **sizes)
         self.pool.memory.copy_(torch.randn(self.pool.memory.shape, generator=torch.Generator().manual_seed(5)))
-        blocks = rng.permutation(96)[:88].astype(np.int32).reshape(2, 4, 11) + 1
-        self.own = Table(blocks[0].copy(), np.array(COUNTS, np.int32))
-        self.source = Table(blocks[1].copy(), rng.integers(1, 40, 4).astype(np.int32))
+        tables = rng.permutation(96)[:88].astype(np.int32).reshape(2, 4, 11) + 1
+        self.own = Table(tables[0].copy(), np.array(COUNTS, np.int32))
+        self.source = Table(tables[1].copy(), rng.integers(1, 40, 4).astype(np.int32))
 
     def native(self, tokens: Tensor, n: int = 4) -> tuple[Tensor | None, Tensor]:
         """Logits, and the tokens that took the place of the given ones."""
@@ -191,7 +195,7 @@ def test_training_and_many_rows_are_left_to_the_model(monkeypatch: pytest.Monkey
     block.train().dropout = 0.5
     assert rows.native(tokens)[0] is None, "a part of it"
     model.eval()
-    monkeypatch.setattr(native_step, "CPU_ROWS", 3)
+    monkeypatch.setattr(kernels, "CPU_ROWS", 3)
     assert isinstance(model, Decoder)
     model.blocks[1] = copy.deepcopy(model.blocks[1])
     assert rows.native(tokens)[0] is None
