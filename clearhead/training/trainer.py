@@ -45,7 +45,8 @@ class Trainer:
         if record:
             task.rounding = ROUNDING
         elif one_gpu and t.accumulate == 1 and isinstance(self.autocast, torch.autocast):
-            task.pack(self.model)
+            with self.autocast:
+                task.pack(self.model)
 
         objective = torch.compile(self.parallel) if t.compile else self.parallel
         self.forward_backward = ForwardBackward(objective, self.autocast, recorder)

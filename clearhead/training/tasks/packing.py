@@ -17,8 +17,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clearhead.config import Config
-from clearhead.layers.masks import across, packed_at
+from clearhead.layers.masks import across, packed, packed_at
 from clearhead.models import EncoderDecoder
 
 SPARE = 64  # tokens of a row that are reserved for filler texts, so that each has at least one token on both sides
@@ -46,19 +45,11 @@ class PackedShape:
         return self.sizes[0] - SPARE, self.sizes[1] - SPARE
 
 
-def can_pack(config: Config, longest: int) -> bool:
-    """Whether a GPU kernel can keep every attention of the model within its text.
-
-    Training asks this question only here.
-    """
-    return (
-        config.inputs == "tokens"
-        and config.positions not in ("alibi", "t5")
-        and not (config.window or config.attention_dropout)
-        and config.kernel in ("auto", "fused")
-        and config.n_kv_heads == config.n_heads
-        and longest >= SPARE
-    )
+def can_pack(model: EncoderDecoder, longest: int) -> bool:
+    """Whether every attention of the model can stay within its text, on its device and under the current autocast."""
+    mask, like, c = packed([1])[0], next(model.parameters()), model.config
+    fits = c.inputs == "tokens" and c.n_kv_heads == c.n_heads and longest >= SPARE
+    return fits and model.encoder.packs(mask, like) and model.decoder.packs(mask, like)
 
 
 def pack(

@@ -97,9 +97,10 @@ class Translate(Task):
         )
 
     def pack(self, model: Model) -> bool:
+        assert isinstance(model, EncoderDecoder)
         t, longest = self.recipe.train, self.recipe.data.length
         packed = PackedShape.of(self.lengths, t.batch_tokens, longest)
-        if not can_pack(model.config, longest) or sum(packed.sizes) > 2 * t.batch_tokens:
+        if not can_pack(model, longest) or sum(packed.sizes) > 2 * t.batch_tokens:
             return False
         self.packed = packed
         self.order = PackedOrder(self.lengths, packed.free, t.seed, packed.texts - packed.sizes[0] // longest)
