@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import clearhead as ch
 from clearhead.costs.hardware import measure_peak
-from clearhead.costs.measurement import Work, measure
+from clearhead.costs.measurement import Workload, measure
 
 MOST = 1.15
 
@@ -113,7 +113,7 @@ def measure_one(
     if device == "cuda":
         seconds, peak = on_gpu(config, batch, length)
     else:
-        (found,) = measure(Work(config=config, batch=batch, length=length), repeats=7)
+        (found,) = measure(Workload(config=config, batch=batch, length=length), repeats=7)
         seconds, peak = found.seconds, found.peak_bytes
     return dict(seconds=seconds, forecast=forecast, peak_bytes=peak, peak_forecast=told.peak_bytes)
 

@@ -14,7 +14,7 @@ from clearhead.costs.units import parse_rate, parse_size, spell_count, spell_sec
 from clearhead.errors import InputError
 
 if TYPE_CHECKING:
-    from clearhead.costs.measurement import Work
+    from clearhead.costs.measurement import Workload
 
 PARTS = {
     "embedding": "embedding",
@@ -65,16 +65,16 @@ class Case:
         """What it takes, with these changes of the workload."""
         return cost(self.config, **{**self.workload, **changes})
 
-    def measurable(self, **changes: Any) -> Work:
+    def measurable(self, **changes: Any) -> Workload:
         """The same, with these changes, as something that this machine can run."""
-        from clearhead.costs.measurement import Work
+        from clearhead.costs.measurement import Workload
 
         if self.workload["shards"] > 1:
             raise InputError(
                 f"--measure runs one device; got --shards {self.workload['shards']}; leave one of them out"
             )
         options = {name: value for name, value in self.workload.items() if name not in ("shards", "parallel")}
-        return Work(config=self.config, **{**options, **changes})
+        return Workload(config=self.config, **{**options, **changes})
 
     def title(self) -> str:
         """Two lines: the model, and the workload."""

@@ -1,9 +1,8 @@
-"""What a call, a training step or a generated token really takes here: run, timed, and its memory followed.
+"""Measurement of a call, a training step or a generated token on this machine: time, memory, FLOPs.
 
-A forecast of time needs one run of the same model, at another length, on the same machine (`Calibration`). The profiler tells
-how much of it went into products of matrices, into attention, into the optimizer, and into all else; of these the first two
-grow with their operations, the third not at all and the last with the tokens. Decoding is bound by what is read a token:
-weights and cache.
+A forecast of time needs one run of the same model, at another length, on the same machine (`Calibration`). The profiler splits
+its time into matrix products, attention, the optimizer and the rest. The first two grow with their FLOPs, the third is
+constant, the last grows with the tokens. The time of decoding grows with the bytes read: weights and cache.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from clearhead.costs.forecast import cost
 from clearhead.errors import InputError
 from clearhead.kernels import Packed
 from clearhead.models import Encoder, Model, build
-from clearhead.quantization.integer import quantize as hold_in_fewer_bits
+from clearhead.quantization.integer import quantize as quantize_model
 
-KINDS = {  # what an operator's name holds; the first that fits
+KINDS = {  # words in an operator's name; the first kind that matches counts
     "attention": ("attention", "bmm"),  # only attention multiplies batches of matrices
     "fixed": ("adam", "sgd"),
     "products": ("mm", "linear", "conv"),
@@ -37,8 +36,8 @@ KINDS = {  # what an operator's name holds; the first that fits
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """What is run: the same words as `cost` has."""
+class Workload:
+    """What is run: the arguments of `cost`."""
 
     config: Config
     batch: int
@@ -56,7 +55,7 @@ class Work:
         return check_lengths(self.config, self.length, self.source_length)
 
     def operations(self) -> dict[str, int]:
-        """What each kind of operator's time grows with."""
+        """The quantity that each kind's time is proportional to."""
         at, c = self.lengths, self.config
         if self.mode == "decode":
             asked = cost(
@@ -77,8 +76,8 @@ class Work:
         tokens = self.batch * (at.target + at.source)
         return {"attention": attention, "products": sum(parts.values()), "rest": tokens, "fixed": 1}
 
-    def shorter(self) -> Work:
-        """The same at half the length, or where that is fixed with half the batch: a run to calibrate with."""
+    def shorter(self) -> Workload:
+        """The same at half the length, or with half the batch if the length is fixed: a run to calibrate with."""
         if self.config.inputs == "patches":
             return replace(self, batch=max(1, self.batch // 2))
         at = self.lengths
@@ -88,53 +87,55 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a run took."""
+    """The numbers of one run."""
 
     params: int
-    flops: int | None  # not counted where tokens are decoded
+    flops: int | None  # None for decoding
     weight_bytes: int
     kv_cache_bytes: int
     optimizer_bytes: int
     peak_bytes: int
-    seconds: float  # the fastest of some: the least disturbed
+    seconds: float  # of the fastest run: the least disturbed
     seconds_of: Mapping[str, float]  # by kind of operator; they add up to `seconds`
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """One run, to foretell others of the same model from."""
+    """One run, to forecast other runs of the same model from."""
 
-    work: Work
+    work: Workload
     measured: Measured
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: Workload) -> float:
         then, now = self.work.operations(), work.operations()
         return sum(s * now[kind] / then[kind] for kind, s in self.measured.seconds_of.items() if then[kind])
 
 
-def measure(*works: Work, repeats: int = 5) -> list[Measured]:
-    """Run each, of one model: once to warm up, `repeats` times in turns for its time, once for its memory.
+def measure(*workloads: Workload, repeats: int = 5) -> list[Measured]:
+    """Run each workload of one model: once to warm up, `repeats` times for its time, once for its memory.
 
-    In turns, so that what else this machine does falls on all alike.
+    Timed runs take turns, so that other work of this machine disturbs all of them alike.
     """
-    for work in works:
+    for work in workloads:
         if work.mode == "train" and work.optimizer not in ("adamw", "sgd"):
             raise InputError(
                 f"a run can be measured with optimizer 'adamw' or 'sgd'; got {work.optimizer!r}; forecast it alone"
             )
-    first = works[0]
-    together = _prepare(first)
-    steps = [_step(work, together) for work in works]
+    first = workloads[0]
+    prepared = _prepare(first)
+    steps = [_step(work, prepared) for work in workloads]
     for begin, step in steps:
         step(begin())
     seconds = [
         min(times) for times in zip(*([_time(*s, first.device) for s in steps] for _ in range(repeats)), strict=True)
     ]
-    return [_report(work, together, step, fastest) for work, step, fastest in zip(works, steps, seconds, strict=True)]
+    return [
+        _report(work, prepared, step, fastest) for work, step, fastest in zip(workloads, steps, seconds, strict=True)
+    ]
 
 
 def make_inputs(config: Config, batch: int, at: Lengths, device: str = "cpu") -> tuple[Tensor, ...]:
-    """What the model is called with, at random."""
+    """Random inputs for a model."""
     if config.inputs == "patches":
         return (torch.randn(batch, config.n_channels, config.image_size, config.image_size, device=device),)
     target = torch.randint(0, config.vocab_size, (batch, at.target), device=device)
@@ -145,12 +146,12 @@ def make_inputs(config: Config, batch: int, at: Lengths, device: str = "cpu") ->
     return torch.randint(0, config.source_vocab_size or config.vocab_size, (batch, at.source), device=device), target
 
 
-Step = tuple[Callable[[], Any], Callable[[Any], object]]  # makes what a step changes; the step
+Step = tuple[Callable[[], Any], Callable[[Any], object]]  # makes the state that a step changes; the step
 
 
 @dataclass(frozen=True)
-class Together:
-    """What runs of one model share."""
+class Prepared:
+    """A model, shared by all runs of it."""
 
     model: Model
     params: int
@@ -159,32 +160,32 @@ class Together:
     optimizer: torch.optim.Optimizer | None = None
 
 
-def _prepare(work: Work) -> Together:
+def _prepare(work: Workload) -> Prepared:
     dtype = torch.bfloat16 if work.precision == "bfloat16" and work.mode != "train" else torch.float32
     model = build(work.config, device=work.device, dtype=dtype).train(work.mode == "train")
     params = sum(p.numel() for p in model.parameters())
     if work.quantize:
-        model = hold_in_fewer_bits(model, work.quantize)
+        model = quantize_model(model, work.quantize)
     packed = [x for module in model.modules() if isinstance(module, Packed) for x in module.buffers(recurse=False)]
     weights = sum(x.nbytes for x in (*model.parameters(), *packed))
     if work.mode != "train":
-        return Together(model, params, weights)
+        return Prepared(model, params, weights)
     learns = [p for p in model.parameters() if p.requires_grad]
     size = sum(p.nbytes for p in learns)
     if work.optimizer == "adamw":
-        return Together(model, params, weights, 2 * size, torch.optim.AdamW(learns, fused=True))
-    return Together(model, params, weights, size, torch.optim.SGD(learns, lr=1e-3, momentum=0.9, fused=True))
+        return Prepared(model, params, weights, 2 * size, torch.optim.AdamW(learns, fused=True))
+    return Prepared(model, params, weights, size, torch.optim.SGD(learns, lr=1e-3, momentum=0.9, fused=True))
 
 
-def _step(work: Work, together: Together) -> Step:
+def _step(work: Workload, prepared: Prepared) -> Step:
     given = make_inputs(work.config, work.batch, work.lengths, work.device)
     match work.mode:
         case "train":
-            return lambda: None, lambda _: _train(work, together, given)
+            return lambda: None, lambda _: _train(work, prepared, given)
         case "decode":
-            return _decoding(together.model, given)
+            return _decoding(prepared.model, given)
         case _:
-            return lambda: None, lambda _: _call(together.model, *given)
+            return lambda: None, lambda _: _call(prepared.model, *given)
 
 
 def _call(model: Model, *given: Any, **more: Any) -> Tensor:
@@ -192,10 +193,10 @@ def _call(model: Model, *given: Any, **more: Any) -> Tensor:
         return model(*given, **more)
 
 
-def _train(work: Work, together: Together, given: tuple[Tensor, ...]) -> None:
-    assert together.optimizer is not None
+def _train(work: Workload, prepared: Prepared, given: tuple[Tensor, ...]) -> None:
+    assert prepared.optimizer is not None
     with torch.autocast(work.device, torch.bfloat16) if work.precision == "bfloat16" else nullcontext():
-        out = together.model(*given, checkpointing=work.checkpointing)
+        out = prepared.model(*given, checkpointing=work.checkpointing)
     if work.config.head == "none":
         loss = out.float().square().mean()
     else:
@@ -204,8 +205,8 @@ def _train(work: Work, together: Together, given: tuple[Tensor, ...]) -> None:
         loss = F.cross_entropy(scores, torch.zeros(len(scores), dtype=torch.int64, device=work.device))
         del scores
     loss.backward()
-    together.optimizer.step()
-    together.optimizer.zero_grad()
+    prepared.optimizer.step()
+    prepared.optimizer.zero_grad()
 
 
 def _decoding(model: Model, given: tuple[Tensor, ...]) -> Step:
@@ -220,16 +221,16 @@ def _decoding(model: Model, given: tuple[Tensor, ...]) -> Step:
     return lambda: copy.deepcopy(cache), lambda cache: _call(model, *nothing, tokens[:, -1:], cache=cache)
 
 
-def _report(work: Work, together: Together, step: Step, seconds: float) -> Measured:
+def _report(work: Workload, prepared: Prepared, step: Step, seconds: float) -> Measured:
     cache = step[0]()
-    held = together.weight_bytes + together.state_bytes + (cache.nbytes if cache else 0)
-    peak, shares = _follow(step, work.device, held)
+    held = prepared.weight_bytes + prepared.state_bytes + (cache.nbytes if cache else 0)
+    peak, shares = _profile(step, work.device, held)
     return Measured(
-        params=together.params,
+        params=prepared.params,
         flops=_count(work),
-        weight_bytes=together.weight_bytes,
+        weight_bytes=prepared.weight_bytes,
         kv_cache_bytes=cache.nbytes if cache else 0,
-        optimizer_bytes=together.state_bytes,
+        optimizer_bytes=prepared.state_bytes,
         peak_bytes=peak,
         seconds=seconds,
         seconds_of={kind: seconds * s for kind, s in ({"reading": 1.0} if cache else shares).items()},
@@ -237,7 +238,7 @@ def _report(work: Work, together: Together, step: Step, seconds: float) -> Measu
 
 
 def _time(begin: Callable[[], Any], step: Callable[[Any], object], device: str) -> float:
-    """One thread on a CPU is timed by what the processor gave it, which other programs hardly change; the rest by the clock."""
+    """Seconds of one step: of processor time for one thread on a CPU, as other programs hardly change it; else by the clock."""
     alone = not device.startswith("cuda") and torch.get_num_threads() == 1
     clock = time.process_time if alone else time.perf_counter
     state = begin()
@@ -253,8 +254,8 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _follow(step: Step, device: str, held: int) -> tuple[int, dict[str, float]]:
-    """The most bytes held at once, and the shares of time by kind of operator."""
+def _profile(step: Step, device: str, held: int) -> tuple[int, dict[str, float]]:
+    """The peak of bytes held, and the shares of time by kind of operator."""
     on_gpu = device.startswith("cuda")
     state = step[0]()
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
@@ -282,8 +283,8 @@ def _follow(step: Step, device: str, held: int) -> tuple[int, dict[str, float]]:
     return highest, shares
 
 
-def _count(work: Work) -> int | None:
-    """Operations as torch counts them, on the meta device and by the explicit kernel: fused ones it does not see on a CPU."""
+def _count(work: Workload) -> int | None:
+    """FLOPs as torch counts them, on the meta device. With kernel="explicit": on a CPU torch does not count fused attention."""
     if work.mode == "decode":
         return None
     model = build(replace(work.config, kernel="explicit"), device="meta")

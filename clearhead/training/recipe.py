@@ -1,4 +1,4 @@
-"""A recipe: everything a training run is, in one TOML file of three tables (model, data, train). Without torch.
+"""A recipe: a training run in one TOML file with three tables (model, data, train). Without torch.
 
     task = "translate"
     [model]
@@ -8,7 +8,7 @@
     [train]
     steps = 5000
 
-`--set train.steps=500` replaces one field. The run folder holds the recipe with every field, as it was run.
+`--set train.steps=500` replaces one field. The run folder holds the recipe with all fields.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ SHIPPED = Path(__file__).parent / "recipes"
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What is learnt from, and how it is read."""
+    """The data, and how it is read."""
 
-    files: tuple[str, ...] = ()  # texts or tables; for pictures one folder with a folder for each class
+    files: tuple[str, ...] = ()  # texts or tables; for pictures one folder with a subfolder for each class
     source: tuple[str, ...] = ()  # translate: line n of the source belongs to line n of the target
     target: tuple[str, ...] = ()
     valid: tuple[str, ...] = ()  # held-out files; without any, valid_share of the data is held out
@@ -46,29 +46,29 @@ class Data:
     embedded: Literal["", "dates", "code", "digits"] = ""  # data that needs no file
     columns: tuple[str, ...] = ()  # the columns of a table; () is (text), (source, target) or (text, label)
     documents: Literal["file", "line", "paragraph"] = "file"  # what one document is, in a text file
-    tokenizer: str = "bpe"  # a kind to train (bpe, unigram, wordpiece, bytes, chars), or where one is
+    tokenizer: str = "bpe"  # a kind to train (bpe, unigram, wordpiece, bytes, chars), or the path of one
     vocab_size: int = 8192
-    split_digits: bool = False  # a trained tokenizer has a token for each digit, none for longer numbers
+    split_digits: bool = False  # a trained tokenizer has one token for each digit and none for longer numbers
     lowercase: bool = False
-    length: int = 256  # tokens: of a window (language, mask), the longest text, source or target otherwise
-    bad_bytes: Literal["error", "replace", "drop"] = "error"  # text that is no UTF-8
+    length: int = 256  # tokens of a window (language, mask), else the longest text, source or target
+    bad_bytes: Literal["error", "replace", "drop"] = "error"  # bytes that are not UTF-8
     empty: Literal["error", "drop", "keep"] = "drop"  # empty lines and texts
     too_long: Literal["error", "drop", "cut"] = "error"  # texts of more than `length` tokens
     unequal: Literal["error", "cut"] = "error"  # a source and a target of different line counts
-    leave_out: float = 0.0  # texts to classify: the share of tokens left out in training, each time others
-    shift: int = 0  # pictures move by up to so many pixels, each time anew
+    leave_out: float = 0.0  # texts to classify: the share of tokens dropped in training, others each time
+    shift: int = 0  # pictures are shifted by up to so many pixels, at random
     flip: bool = False  # pictures are mirrored half of the time
-    cache: str = ""  # where tokenised data is kept; "" is `data` beside the run's folder
+    cache: str = ""  # the folder for tokenised data; "" is `data` beside the run's folder
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """How it is learnt."""
+    """How the model is trained."""
 
     steps: int = 1000
-    batch_tokens: int = 4096  # of one step, padding included, all processes and accumulated parts together
-    accumulate: int = 1  # a step's batch is computed in so many parts, to fit in memory
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of the blocks; the rest has AdamW
+    batch_tokens: int = 4096  # of one step: with padding, of all processes and accumulated parts together
+    accumulate: int = 1  # gradient accumulation: a step's batch is computed in so many parts, to fit in memory
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of the blocks, AdamW for the rest
     lr: float = 1e-3  # AdamW's; 0 with schedule noam is the paper's
     muon_lr: float = 0.02
     weight_decay: float = 0.1  # of matrices only
@@ -76,16 +76,16 @@ class Train:
     momentum: float = 0.95  # Muon's
     schedule: Literal["constant", "cosine", "noam", "wsd"] = "cosine"
     warmup: int = 100
-    decay: float = 0.2  # wsd: the share of steps that the last, falling part takes
-    min_lr: float = 0.0  # cosine and wsd end here, as a share of the highest
-    clip: float = 1.0  # gradients no longer than this; 0: as they are
+    decay: float = 0.2  # wsd: the share of steps in which the rate falls, at the end
+    min_lr: float = 0.0  # the last rate of cosine and wsd, as a share of the highest
+    clip: float = 1.0  # the largest norm of the gradients; 0: no clipping
     label_smoothing: float = 0.0
-    mask_share: float = 0.15  # mask: how many tokens are to be guessed
-    average: int = 0  # the result is the mean of so many last checkpoints (section 6.1 of the paper); 0: no mean
-    keep: Literal["best", "last"] = "best"  # without a mean: which weights are the result
-    best: Literal["loss", "accuracy", "bleu", "chrf", "exact"] = "loss"  # the metric that says which is best
-    patience: int = 0  # stop after so many evaluations without a better loss; 0: never
-    lora_rank: int = 0  # 0: all weights learn; n: only additions of rank n to the matrices of the blocks
+    mask_share: float = 0.15  # mask: the share of tokens to predict
+    average: int = 0  # the result is the mean of so many last checkpoints (section 6.1 of the paper); 0: no averaging
+    keep: Literal["best", "last"] = "best"  # without averaging: which weights are the result
+    best: Literal["loss", "accuracy", "bleu", "chrf", "exact"] = "loss"  # the metric that decides which are best
+    patience: int = 0  # stop after so many evaluations without a better one; 0: never
+    lora_rank: int = 0  # 0: train all weights; n: LoRA of rank n for the matrices of the blocks
     lora_alpha: float = 16.0
     precision: Literal["auto", "float32", "bfloat16", "fp8"] = (
         "auto"  # of products; auto: bfloat16 on a GPU that has it; fp8: bfloat16 with the blocks' products in 8 bits
@@ -94,20 +94,20 @@ class Train:
         "float32"  # what blocks hand on, where products are bfloat16; less memory, less exact
     )
     compile: bool = False
-    record: bool = True  # on a GPU, where batches have one shape, or few: replay the step as a CUDA graph
-    checkpointing: bool = False  # less memory, a third more time
-    deterministic: bool = False  # on a GPU: only kernels that add in a fixed order
-    parallel: Literal["ddp", "fsdp"] = "ddp"  # with several processes: whole copies, or each holds a share
+    record: bool = True  # on a GPU, if batches have one shape, or few: replay the step as a CUDA graph
+    checkpointing: bool = False  # activation checkpointing: less memory, a third more time
+    deterministic: bool = False  # on a GPU: only kernels that sum in a fixed order
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # with several processes: copies of the model, or shards
     device: str = "auto"
     seed: int = 0
     log_every: int = 10
     evaluate_every: int = 200
     evaluate_rows: int = 0  # at most so many held-out rows; 0: all
     checkpoint_every: int = 200
-    samples: int = 5  # held-out examples written out at each evaluation
+    samples: int = 5  # held-out examples shown at each evaluation
     score_rows: int = 200  # translate: held-out rows decoded for BLEU, chrF and exact matches; 0: none
-    beams: int = 1  # translate: for that decoding, of the result; before, it is greedy
-    tensorboard: bool = True  # where it is installed
+    beams: int = 1  # translate: for decoding with the result; during training decoding is greedy
+    tensorboard: bool = True  # if it is installed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ class Recipe:
             part, dot, name = path.strip().partition(".")
             if not (equals and dot and part in ("model", "data", "train")):
                 raise ConfigError(f"--set {setting!r} is not understood; write part.field=value, e.g. train.steps=500")
-            # Checked here and not only at the end, so that the message can name the field's part too.
+            # Checked here too, so that the message can name the right table of the field.
             known = {"data": _names(Data), "train": _names(Train), "model": _model_names()}
             if name not in known[part]:
                 everywhere = [f"{part}.{name}" for part, names in known.items() for name in names]
@@ -178,7 +178,7 @@ class Recipe:
         return Recipe.from_tables(tables)
 
     def with_files(self, **files: Iterable[str]) -> Recipe:
-        """The recipe with these files, as absolute paths, so that a run resumes from any folder."""
+        """The recipe with these files, as absolute paths, so that a run can be resumed from any folder."""
         given = {name: tuple(_absolute(file) for file in names) for name, names in files.items() if names}
         return replace(self, data=replace(self.data, **given))
 
@@ -233,7 +233,7 @@ def _table(part: str, values: Any) -> dict[str, Any]:
 
 
 def _typed(name: str, value: Any, kind: Any) -> Any:
-    """The value as the field's type, or an error that names the field."""
+    """The value converted to the field's type, or an error that names the field."""
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             raise ConfigError(f"{name}={value!r} is not known; {did_you_mean(str(value), map(str, get_args(kind)))}")
@@ -299,7 +299,7 @@ def _check_values(recipe: Recipe) -> None:
 
 
 def _value(text: str) -> Any:
-    """A value as TOML writes it; what TOML does not know, as --set train.schedule=cosine, is a text."""
+    """The value of a TOML expression; anything else is a string, as in --set train.schedule=cosine."""
     try:
         return tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:

@@ -9,7 +9,7 @@ import pytest
 
 import clearhead as ch
 from clearhead.costs import cost
-from clearhead.costs.measurement import Calibration, Measured, Work, measure
+from clearhead.costs.measurement import Calibration, Measured, Workload, measure
 
 SMALL: dict[str, Any] = dict(d_model=64, n_heads=4, n_layers=2, vocab_size=307)
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -32,7 +32,7 @@ def test_a_run_holds_what_is_said(name: str, asked: dict[str, Any]) -> None:
     if name == "deit-ti-16":
         changes = dict(d_model=64, n_heads=4, n_layers=2, image_size=64)
     config = ch.preset(name, **changes | dict(d_ff=160, d_head=16, dropout=0.0, attention_dropout=0.0))
-    (found,) = measure(Work(config=config, batch=3, **asked), repeats=1)
+    (found,) = measure(Workload(config=config, batch=3, **asked), repeats=1)
     said = cost(config, batch=3, chunked_loss=False, **asked)
     assert found.params == said.params
     assert found.weight_bytes == said.weight_bytes
@@ -47,10 +47,10 @@ def test_a_run_holds_what_is_said(name: str, asked: dict[str, Any]) -> None:
 
 def test_time_grows_with_each_kind_of_work() -> None:
     """A machine that does everything at known speeds, foretold from half the length."""
-    work = Work(config=ch.preset("gpt2"), batch=2, length=1024, mode="train")
+    work = Workload(config=ch.preset("gpt2"), batch=2, length=1024, mode="train")
     speeds = {"attention": 1e9, "products": 7e9, "rest": 1e4, "fixed": 3.0}
 
-    def taken(work: Work) -> dict[str, float]:
+    def taken(work: Workload) -> dict[str, float]:
         return {kind: n / speeds[kind] for kind, n in work.operations().items()}
 
     short = work.shorter()
@@ -62,26 +62,26 @@ def test_time_grows_with_each_kind_of_work() -> None:
 
 
 def test_shorter_runs() -> None:
-    assert Work(config=ch.preset("vit-b-16"), batch=4).shorter().batch == 2
-    both = Work(config=ch.preset("t5-small"), batch=1, length=10, source_length=20).shorter()
+    assert Workload(config=ch.preset("vit-b-16"), batch=4).shorter().batch == 2
+    both = Workload(config=ch.preset("t5-small"), batch=1, length=10, source_length=20).shorter()
     assert (both.length, both.source_length) == (5, 10)
-    sound = Work(config=ch.preset("whisper-tiny"), batch=1, length=10).shorter()
+    sound = Workload(config=ch.preset("whisper-tiny"), batch=1, length=10).shorter()
     assert (sound.length, sound.source_length) == (5, None)
-    reading = Work(config=ch.preset("gpt2"), batch=1, length=64, mode="decode")
+    reading = Workload(config=ch.preset("gpt2"), batch=1, length=64, mode="decode")
     assert reading.operations().keys() == {"reading"}
 
 
 @pytest.mark.filterwarnings("ignore:.*")
 def test_a_forecast_of_time_is_of_the_right_size() -> None:
     config = ch.preset("gpt2", d_model=256, n_heads=4, n_layers=2, vocab_size=1009)
-    work = Work(config=config, batch=2, length=512, mode="train")
+    work = Workload(config=config, batch=2, length=512, mode="train")
     short, found = measure(work.shorter(), work, repeats=5)
     # Beside other work single runs are off by a third and more.
     assert 0.5 < Calibration(work.shorter(), short).seconds(work) / found.seconds < 2
 
 
 def test_what_can_not_be_measured() -> None:
-    work = Work(config=ch.preset("gpt2", **SMALL), batch=1, length=1, mode="decode")
+    work = Workload(config=ch.preset("gpt2", **SMALL), batch=1, length=1, mode="decode")
     with pytest.raises(ch.ClearheadError, match=r"after one token or more, in a decoder; got length=1"):
         measure(work)
     with pytest.raises(ch.ClearheadError, match=r"with optimizer 'adamw' or 'sgd'; got 'muon'"):
