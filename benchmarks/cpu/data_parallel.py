@@ -21,7 +21,7 @@ from torch import nn
 from benchmarks.common.gpt_contenders import Size, clearhead, config
 from benchmarks.common.results import Table
 from clearhead.costs import cost
-from clearhead.training.distributed import join, spread
+from clearhead.training.distributed import parallelize, process_group
 
 SIZE, BATCH, WORLDS = Size(), 4, (1, 2, 4)
 
@@ -80,8 +80,8 @@ def work(rank: int, world: int, port: int, steps: int) -> list[float]:
         def forward(self, text: torch.Tensor) -> torch.Tensor:
             return one.loss(text[:, :-1], text[:, 1:])
 
-    with join("cpu") as processes:
-        objective = spread(Objective(), processes, "ddp")
+    with process_group("cpu") as processes:
+        objective = parallelize(Objective(), processes, "ddp")
         optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-3, fused=True)
         text = torch.randint(0, SIZE.vocab_size, (BATCH, SIZE.max_len + 1))
         times: list[float] = []

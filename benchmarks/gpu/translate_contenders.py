@@ -58,22 +58,22 @@ def clearhead_translate(options: dict[str, Any]) -> tuple[Step, int]:
     import clearhead as ch
     from clearhead.data.batch_order import PackedOrder
     from clearhead.kernels.cross_entropy import IGNORED
-    from clearhead.training.tasks.packing import Room, pack, pair_states
+    from clearhead.training.tasks.packing import PackedShape, pack, pair_states
     from clearhead.training.tasks.task import token_losses
 
     model: Any = ch.build(ch.preset("transformer-base", vocab_size=32000, dropout=0.0), device="cuda").train()
     lengths = [np.array(side) for side in zip(*pair_lengths(options["multi30k"]), strict=True)]
-    room = Room.of(lengths, 32768, 256)
-    order = PackedOrder(lengths, room.free, 0, room.texts - room.sizes[0] // 256)
+    shape = PackedShape.of(lengths, 32768, 256)
+    order = PackedOrder(lengths, shape.free, 0, shape.texts - shape.sizes[0] // 256)
     draw, batches = np.random.default_rng(0), list[dict[str, Any]]()
     for rows in map(order.rows, range(BATCHES)):
         texts = [[draw.integers(4, 32000, n) for n in side[rows]] for side in lengths]
-        (source, starts), (targets, at) = pack((texts[0], texts[1]), (0, IGNORED), room)
+        (source, starts), (targets, at) = pack((texts[0], texts[1]), (0, IGNORED), shape)
         batch = dict(source=source, starts=starts, target=targets.clamp(min=0), at=at, targets=targets)
         batches.append({name: x.cuda() for name, x in batch.items()} | {"count": int(lengths[1][rows].sum())})
 
     def losses(m: Any, b: dict[str, Any]) -> Any:
-        states = pair_states(m, (b["source"], b["starts"]), (b["target"], b["at"]), room.longest)
+        states = pair_states(m, (b["source"], b["starts"]), (b["target"], b["at"]), shape.longest)
         return token_losses(m, states, b["targets"], 0.1)
 
     return ours(model, losses, batches, sum(b["count"] for b in batches) // BATCHES, record=False)
