@@ -12,12 +12,16 @@ PACKAGE = Path(__file__).resolve().parents[1] / "clearhead"
 
 # From left to right. Rooms of one step do not know each other; `data` stands beside. Any room may import `version` and `viewers`.
 STEPS = [
-    {"errors"},
-    {"config", "layers"},
+    {"errors", "limits"},
+    {"config", "kernels"},
+    {"layers"},
     {"models"},
+    {"quantization"},
     {"families"},
     {"checkpoint"},
     {"costs", "inside"},
+    {"sampling"},
+    {"engine"},
     {"generation"},
     {"training"},
     {"explorer"},
@@ -32,8 +36,10 @@ ANYONES = {"version", "viewers"}
 def is_allowed(room: str, other: str) -> bool:
     if room == other or other in ANYONES:
         return True
-    if other == "data":  # imported from generation on
-        return PLACE.get(room, -1) >= PLACE["generation"]
+    if other == "data":  # imported from sampling on
+        return PLACE.get(room, -1) >= PLACE["sampling"]
+    if (room, other) == ("layers", "config"):  # layers take plain arguments
+        return False
     if room == "data":
         return other == "errors"
     return PLACE.get(other, len(STEPS)) < PLACE.get(room, -1)
@@ -86,7 +92,7 @@ def test_every_room_has_its_place() -> None:
 
 
 def test_a_family_page_knows_no_room_to_its_right() -> None:
-    left = {"errors", "config", "layers", "models", "families", "version"}
+    left = {"errors", "config", "kernels", "layers", "models", "quantization", "families", "version"}
     for file in (PACKAGE / "families").glob("*.py"):
         others = {name.split(".")[1] for _, name in imports(file, PACKAGE) if name.startswith("clearhead.")}
         assert others <= left, file.name
@@ -117,6 +123,12 @@ TREES = {
     "data to config": ("data/corpora.py", "from clearhead.config import Config", False),
     "checkpoint to data": ("checkpoint/loading.py", "from clearhead.data import tokenizers", False),
     "inside to data": ("inside/lens.py", "from clearhead.data import tokenizers", False),
+    "layers to kernels": ("layers/linear.py", "from clearhead import kernels", True),
+    "kernels to layers": ("kernels/native.py", "from clearhead.layers.masks import Mask", False),
+    "layers to engine": ("layers/cache.py", "from clearhead.engine.kv_cache import Pool", False),
+    "sampling to engine": ("sampling/beam_search.py", "from clearhead.engine.request import Request", False),
+    "engine to sampling": ("engine/sampler.py", "from clearhead.sampling.strategy import Strategy", True),
+    "sampling to data": ("sampling/grammar.py", "from clearhead.data import Tokenizer", True),
     "generation to data": ("generation/sample.py", "from clearhead.data import tokenizers", True),
     "cli to data": ("cli/embed.py", "from clearhead.data import tokenizers", True),
     "errors to anything": ("errors.py", "from clearhead.config import Config", False),

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from clearhead.families import preset
 from clearhead.layers.attention import attend, lower
 from clearhead.layers.masks import Mask, causal, documents, padding, window
-from clearhead.layers.positions import Alibi, RelativeBuckets
+from clearhead.layers.relative_positions import Alibi, RelativeBuckets
 from clearhead.models import build
 
 GPU = torch.device("cuda")

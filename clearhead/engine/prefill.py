@@ -21,7 +21,8 @@ from clearhead.engine.cuda_graphs import CudaGraphs, round_up
 from clearhead.engine.kv_cache import BlockTable, PagedCache, Pool
 from clearhead.engine.sequence import Sequence
 from clearhead.engine.transfer import to_device
-from clearhead.layers.masks import Mask, packed_at
+from clearhead.layers.masks import Mask
+from clearhead.layers.packing import packed_at
 from clearhead.models import Decoder, EncoderDecoder
 from clearhead.models.encoder_decoder import source_mask
 from clearhead.sampling.token_ids import pad
@@ -120,7 +121,9 @@ class Prefill:
         cache = PagedCache(self.pool, table, to_device(np.array(starts), self.device), fresh=not any(starts))
         if isinstance(model, EncoderDecoder):
             counts = to_device(np.array([s.n_source for s in sequences]), self.device)
-            cache.read_source(BlockTable(self._block_table([s.source_blocks for s in sequences]), counts, self.block_size))
+            cache.read_source(
+                BlockTable(self._block_table([s.source_blocks for s in sequences]), counts, self.block_size)
+            )
             memory, memory_mask = self._encode(model, sequences)
             states = model.states(tokens, memory, memory_mask, mask=real, cache=cache)
         else:

@@ -12,7 +12,8 @@ from torch import Tensor
 from clearhead.explorer.fields import Fields
 from clearhead.explorer.forward_passes import ForwardPasses
 from clearhead.explorer.wire_format import pack
-from clearhead.layers.positions import Alibi, DistanceBias, Learned, Positions, RelativeBuckets, Rotary, Sinusoidal
+from clearhead.layers.positions import DistanceBias, Learned, Positions, Rotary, Sinusoidal
+from clearhead.layers.relative_positions import Alibi, RelativeBuckets
 from clearhead.models import EncoderDecoder
 
 WORDS = {

@@ -20,7 +20,7 @@ from torch import Tensor
 from clearhead.data import Tokenizer
 from clearhead.errors import InputError
 from clearhead.kernels.onednn import laid_out
-from clearhead.layers.masks import packed
+from clearhead.layers.packing import packed
 from clearhead.models import Encoder
 from clearhead.models.encoder import Pool
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from clearhead.errors import InputError
 from clearhead.inside.figure_grid import LARGE, RISING, SMALL, TWO_SIDED, Axes, PlotFigure, spell
-from clearhead.layers.positions import Alibi, DistanceBias, Learned, Positions, RelativeBuckets, Rotary, Sinusoidal
+from clearhead.layers.positions import DistanceBias, Learned, Positions, Rotary, Sinusoidal
+from clearhead.layers.relative_positions import Alibi, RelativeBuckets
 
 
 def standard_positions(length: int = 64) -> dict[str, Positions]:

@@ -23,9 +23,10 @@ from clearhead import kernels
 from clearhead.errors import InputError, did_you_mean
 from clearhead.layers import block_sparse, strips
 from clearhead.layers.cache import AnyLayerCache
-from clearhead.layers.linear import FusedLinear, Linear, RMSNorm, save_apart
+from clearhead.layers.linear import FusedLinear, Linear, RMSNorm
 from clearhead.layers.masks import ALL, Mask, bias_of, lower_pairs
 from clearhead.layers.positions import Angles, Bias, rotate
+from clearhead.layers.state_names import save_apart
 
 
 class MultiHeadAttention(nn.Module):

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from clearhead.errors import ConfigError, did_you_mean
 from clearhead.layers.attention import Lowered, MultiHeadAttention
 from clearhead.layers.cache import AnyLayerCache
-from clearhead.layers.linear import ACTIVATIONS, FusedLinear, Linear, activated, save_apart
+from clearhead.layers.linear import ACTIVATIONS, FusedLinear, Linear, activated
 from clearhead.layers.masks import Mask
 from clearhead.layers.positions import Angles
+from clearhead.layers.state_names import save_apart
 
 
 class Block(nn.Module):

@@ -8,11 +8,9 @@ no T x T tensor exists for a causal model. Combine masks with `&`:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
@@ -190,32 +188,6 @@ def documents(ids: Int[Tensor, "B S"]) -> Mask:
             f"give each token its document's number"
         )
     return Mask(documents=(ids,))
-
-
-def packed(lengths: Sequence[int], device: torch.device | str = "cpu") -> tuple[Mask, Int[Tensor, " T"]]:
-    """Texts of these lengths one after the other in one row, without padding: the mask, and each token's position."""
-    if not lengths or min(lengths) < 1:
-        raise InputError(f"each text has one token at least; got lengths {list(lengths)[:8]}; leave empty ones out")
-    starts = F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
-    return packed_at(starts.to(device, non_blocking=True), sum(lengths), max(lengths))
-
-
-def packed_at(starts: Int[Tensor, " n"], T: int, longest: int) -> tuple[Mask, Int[Tensor, " T"]]:
-    """The same from where each text starts in the row of T tokens; the last of `starts` is T. Texts may be empty."""
-    index = torch.arange(T, device=starts.device, dtype=starts.dtype)
-    ids = torch.searchsorted(starts, index, right=True) - 1
-    mask = replace(documents(ids[None]), spans=Spans(starts, longest))
-    return mask, index.long() - starts[ids]
-
-
-def across(queries: Mask, keys: Mask) -> Mask:
-    """Cross-attention between two packed rows: each text of the one sees the text of the same number in the other."""
-    if queries.spans is None or keys.spans is None or len(queries.spans.starts) != len(keys.spans.starts):
-        raise InputError(
-            "cross-attention of packed rows needs two masks from packed(), of as many texts; got others; pack both sides"
-        )
-    spans = replace(queries.spans, keys=keys.spans)
-    return Mask(documents=keys.documents, asking=queries.documents, spans=spans)
 
 
 def positions_of(real: Bool[Tensor, "B S"]) -> Int[Tensor, "B S"]:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from clearhead.config import Config
 from clearhead.layers.embedding import TokenEmbedding
 from clearhead.layers.linear import FusedLinear
-from clearhead.layers.positions import Learned, RelativeBuckets
+from clearhead.layers.positions import Learned
+from clearhead.layers.relative_positions import RelativeBuckets
 
 RESIDUAL = ("o_proj.weight", "down.weight")  # the projections that write to the residual stream
 

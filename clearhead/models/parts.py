@@ -11,7 +11,8 @@ from clearhead.layers.attention import MultiHeadAttention
 from clearhead.layers.block import Block, FeedForward
 from clearhead.layers.embedding import TokenHead
 from clearhead.layers.linear import make_norm
-from clearhead.layers.positions import Alibi, Learned, Positions, RelativeBuckets, Rotary, Sinusoidal
+from clearhead.layers.positions import Learned, Positions, Rotary, Sinusoidal
+from clearhead.layers.relative_positions import Alibi, RelativeBuckets
 
 
 def norm_of(config: Config) -> nn.Module:

@@ -16,7 +16,8 @@ from clearhead.kernels import attention
 from clearhead.layers import strips
 from clearhead.layers.attention import attend, lower
 from clearhead.layers.masks import Mask, causal, documents, padding, window
-from clearhead.layers.positions import Alibi, Bias, RelativeBuckets
+from clearhead.layers.positions import Bias
+from clearhead.layers.relative_positions import Alibi, RelativeBuckets
 
 B, H, K, E = 2, 6, 3, 16  # flex on a GPU wants a power of two for E
 T, S = 149, 151

@@ -15,7 +15,8 @@ from clearhead.data import Tokenizer
 from clearhead.errors import InputError
 from clearhead.generation import embeddings as vectors
 from clearhead.generation.embeddings import embed, packs, run_packed, run_padded, share
-from clearhead.layers.masks import causal, packed
+from clearhead.layers.masks import causal
+from clearhead.layers.packing import packed
 from clearhead.models import Encoder
 
 TEXTS = ["a b c", "b", "c a b b a", "a a"]

@@ -34,7 +34,8 @@ from clearhead.inside.plots import (
     plot_seen,
 )
 from clearhead.inside.position_plots import plot_positions
-from clearhead.layers.positions import Alibi, Learned, Positions, RelativeBuckets, Rotary, Sinusoidal
+from clearhead.layers.positions import Learned, Positions, Rotary, Sinusoidal
+from clearhead.layers.relative_positions import Alibi, RelativeBuckets
 
 WORDS = [
     "the",

@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from clearhead.kernels import native
 from clearhead.layers.attention import attend
-from clearhead.layers.masks import across, causal, packed, packed_at, window
+from clearhead.layers.masks import causal, window
+from clearhead.layers.packing import across, packed, packed_at
 
 pytestmark = pytest.mark.skipif(not native.is_there(), reason=str(native.why_not()))
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from clearhead.layers import masks
 from clearhead.layers.masks import Mask
-from clearhead.layers.positions import Alibi, Bias, RelativeBuckets
+from clearhead.layers.positions import Bias
+from clearhead.layers.relative_positions import Alibi, RelativeBuckets
 
 # Sizes of every test here, all different: batch, heads, key heads, queries, keys, head width.
 B, H, K, T, S, E = 2, 6, 3, 7, 11, 5

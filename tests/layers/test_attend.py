@@ -15,7 +15,7 @@ from torch import Tensor
 from clearhead.errors import InputError
 from clearhead.layers.attention import attend, attention_scores, attention_weights, choose_kernel, lower
 from clearhead.layers.masks import Mask, causal, documents, padding, window
-from clearhead.layers.positions import Alibi, RelativeBuckets
+from clearhead.layers.relative_positions import Alibi, RelativeBuckets
 
 from . import drawn
 from .reference import BIASES, Facts, H, K, S, T, make_bias, naive_attend, random_qkv

@@ -13,7 +13,8 @@ from clearhead.layers.block import Block, FeedForward
 from clearhead.layers.cache import LayerCache
 from clearhead.layers.linear import make_norm
 from clearhead.layers.masks import Mask, causal, padding
-from clearhead.layers.positions import Alibi, RelativeBuckets, Rotary, rotate
+from clearhead.layers.positions import Rotary, rotate
+from clearhead.layers.relative_positions import Alibi, RelativeBuckets
 
 # Batch, queries, keys, heads, model width (3 heads of 5), feed-forward width.
 B, T, S, H, D, F = 2, 7, 11, 3, 15, 13

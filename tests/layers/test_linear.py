@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.utils import parametrize
 
-from clearhead.layers.linear import FusedLinear, save_apart
+from clearhead.layers.linear import FusedLinear
+from clearhead.layers.state_names import save_apart
 
 D = 7
 PARTS = {"q_proj": 11, "k_proj": 5, "v_proj": 3}

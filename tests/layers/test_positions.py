@@ -11,17 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clearhead.errors import ConfigError, InputError
-from clearhead.layers.positions import (
-    Alibi,
-    DistanceBias,
-    Learned,
-    Positions,
-    RelativeBuckets,
-    Rotary,
-    Sinusoidal,
-    check_length,
-    rotate,
-)
+from clearhead.layers.positions import DistanceBias, Learned, Positions, Rotary, Sinusoidal, check_length, rotate
+from clearhead.layers.relative_positions import Alibi, RelativeBuckets
 
 from .reference import alibi_slopes, t5_bucket
 

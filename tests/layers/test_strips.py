@@ -15,7 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from clearhead.layers import strips as strips_of
 from clearhead.layers.attention import attend
 from clearhead.layers.masks import Mask, causal, documents, padding, window
-from clearhead.layers.positions import Alibi, Bias, RelativeBuckets
+from clearhead.layers.positions import Bias
+from clearhead.layers.relative_positions import Alibi, RelativeBuckets
 
 # float64, numbers near 1, up to a thousand terms a sum: errors stay near 1e-14.
 TIGHT = dict(rtol=0, atol=1e-12)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from clearhead.errors import InputError
 from clearhead.layers import block_sparse
-from clearhead.layers.masks import Mask, across, packed, packed_at, padding
+from clearhead.layers.masks import Mask, padding
+from clearhead.layers.packing import across, packed, packed_at
 from clearhead.models import EncoderDecoder
 from clearhead.models.encoder_decoder import source_mask
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import clearhead as ch
 from clearhead.errors import ConfigError
 from clearhead.layers.block import FeedForward
-from clearhead.layers.linear import ACTIVATIONS, FusedLinear, Linear, save_apart
+from clearhead.layers.linear import ACTIVATIONS, FusedLinear, Linear
+from clearhead.layers.state_names import save_apart
 from clearhead.quantization import float8 as fp8
 from tests.fresh_process import run_in_fresh_process
 from tests.triton_interpreter import DEVICE, need_triton

@@ -1,0 +1,191 @@
+"""The laws of the house: what the core may hold, who may speak to hardware, how long a function and a reader's path may be."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import clearhead as ch
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "clearhead"
+CORE = [*sorted((PACKAGE / "layers").glob("*")), *sorted((PACKAGE / "models").glob("*"))]
+
+HARDWARE = re.compile(
+    r"cuda|triton|onednn|mkldnn|fp8|float8|int8|int4|\bnative|ctypes|quanti[sz]|\bpage[ds]?\b|\bgpus?\b|\bavx|hopper|\bmps\b",
+    re.I,
+)
+LONGEST = 60  # lines of a function
+# A flat list of routes or of command-line options.
+FLAT: set[str] = set()
+
+
+def lines(file: Path) -> list[str]:
+    return file.read_text(encoding="utf-8").splitlines()
+
+
+def core_files() -> list[Path]:
+    return [file for file in CORE if file.is_file() and file.suffix != ".pyc"]
+
+
+def test_the_core_is_small() -> None:
+    assert all(file.suffix == ".py" for file in core_files())
+    assert sum(len(lines(file)) for file in core_files()) <= 2500
+
+
+def test_the_core_names_no_hardware() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{n}: {line.strip()}"
+        for file in core_files()
+        for n, line in enumerate(lines(file), 1)
+        if HARDWARE.search(line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "line", ["if x.is_cuda:", "from clearhead import native", "# in pages of 2 MB", "int8 weights"]
+)
+def test_hardware_is_noticed(line: str) -> None:
+    assert HARDWARE.search(line)
+
+
+def test_the_core_calls_the_door_in_three_places() -> None:
+    """One call in `linear`, two in attention: products, whole texts, packed texts. Block-sparse attention is a file of its own."""
+    doors = {"product", "text_attention", "packed_attention", "block_sparse_attention", "paged_attention", "store"}
+    found = [
+        (file.stem, node.func.attr)
+        for file in core_files()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in doors
+        if isinstance(node.func.value, ast.Name) and node.func.value.id == "kernels"
+    ]
+    assert sorted(found) == [
+        ("attention", "packed_attention"),
+        ("attention", "text_attention"),
+        ("block_sparse", "block_sparse_attention"),
+        ("linear", "product"),
+    ]
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            if getattr(node.func, "attr", getattr(node.func, "id", "")) in ("import_module", "__import__"):
+                yield node.lineno, str(node.args[0].value)
+
+
+PRIVATE = re.compile(r"^(triton|ctypes)\b|^torch(\.\w+)*\._(?!foreach)\w+")
+
+
+def others() -> list[Path]:
+    return [file for file in sorted(PACKAGE.rglob("*.py")) if "kernels" not in file.relative_to(PACKAGE).parts]
+
+
+def test_only_kernels_speak_to_hardware() -> None:
+    """Nobody else imports triton, ctypes or torch's private names."""
+    found = [
+        f"{file.relative_to(ROOT)}:{line}: {name}"
+        for file in others()
+        for line, name in imports(ast.parse(file.read_text()))
+        if PRIVATE.search(name)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("name", ["torch._C._functorch", "triton.language", "ctypes", "torch._dynamo.config"])
+def test_private_names_are_noticed(name: str) -> None:
+    assert PRIVATE.search(name)
+
+
+def test_kernels_are_imported_at_the_top() -> None:
+    """An import inside a function hides an arrow; only the door itself loads Triton's kernels late."""
+    found = [
+        f"{file.relative_to(ROOT)}:{line}: {name}"
+        for file in others()
+        if "cli" not in file.relative_to(PACKAGE).parts  # commands load torch late
+        for function in ast.walk(ast.parse(file.read_text()))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for line, name in imports(function)
+        if name.startswith("clearhead.kernels")
+    ]
+    assert found == []
+
+
+def test_no_function_is_long() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}: {node.name} has {size} lines"
+        for file in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if (size := (node.end_lineno or 0) - node.lineno + 1) > LONGEST
+        if f"{file.relative_to(PACKAGE)}:{node.name}" not in FLAT
+    ]
+    assert found == []
+
+
+# The reader's path of docs/architecture.md.
+
+
+def called(work: Callable[[], object]) -> set[Path]:
+    """The files of the package whose functions `work` calls."""
+    seen: set[str] = set()
+
+    def profile(frame: object, event: str, _: object) -> None:
+        if event == "call":
+            seen.add(frame.f_code.co_filename)  # type: ignore[attr-defined]
+
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return {Path(name) for name in seen if name.startswith(str(PACKAGE))}
+
+
+def tiny_decoder(name: str) -> ch.Decoder:
+    sizes = dict(n_layers=2, d_model=64, n_heads=4, d_ff=128, vocab_size=101)
+    model = ch.build(ch.preset(name, **sizes, **(dict(n_kv_heads=2) if name != "gpt2" else {})))
+    assert isinstance(model, ch.Decoder)
+    return model.eval()
+
+
+def forward_files(name: str) -> set[Path]:
+    model, tokens = tiny_decoder(name), torch.randint(0, 101, (2, 13))
+    return {file for file in called(lambda: model(tokens)) if file.parent.name in ("layers", "models")}
+
+
+def decode_files(name: str) -> set[Path]:
+    """What runs between two tokens of one request: the same work with one token more."""
+    model = tiny_decoder(name)
+    ch.generate(model, [[5, 7, 11]], max_new_tokens=4)  # compiles and prepares
+    few, more = (called(lambda n=n: ch.generate(model, [[5, 7, 11]], max_new_tokens=n)) for n in (1, 3))
+    assert few <= more
+    return more
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-3-8b"])
+def test_a_decoders_forward_is_read_in_an_afternoon(name: str) -> None:
+    files = forward_files(name)
+    assert len(files) <= 8, sorted(file.name for file in files)
+    assert sum(len(lines(file)) for file in files) <= 1300
+
+
+def test_the_architecture_page_counts_right() -> None:
+    """Every `path` | N lines row of the page is true."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w/.]+)` \| ([\d,]+) \|", page, re.M)
+    assert len(rows) >= 15
+    assert {name: len(lines(PACKAGE / name)) for name, _ in rows} == {
+        name: int(count.replace(",", "")) for name, count in rows
+    }
