@@ -27,7 +27,7 @@ FLOAT32 = 1e-5
 
 @pytest.fixture(autouse=True)
 def forget() -> None:
-    """Each test compiles for itself: torch remembers sizes it has seen, and makes those that change symbolic."""
+    """Each test compiles anew: torch remembers sizes and makes changing ones symbolic."""
     torch._dynamo.reset()
 
 
@@ -76,7 +76,7 @@ def made(folder: Path, name: str) -> tuple[Task, Batch]:
     "name", ["language", "language-documents", "mask", "translate", "translate-packed", "classify"]
 )
 def test_a_whole_objective(tmp_path: Path, name: str) -> None:
-    """What the loop compiles, with one graph and no break in it.
+    """What the loop compiles, as one graph without breaks.
 
     For most tasks the graph is what is tested, not the code made of it: aot_eager is enough, and quick.
     """
@@ -96,7 +96,7 @@ def test_a_whole_objective(tmp_path: Path, name: str) -> None:
 
 
 def test_a_run_keeps_what_it_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of two runs finds all of it, the traced gradients too."""
+    """The second of two runs finds all compiled code in the cache, gradients too."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kept"))
     found: list[dict[str, int]] = []
     for name in "ab":

@@ -1,4 +1,4 @@
-"""On a CUDA GPU a run whose steps are replayed learns what one of called steps does. Run by tests/training/test_on_cuda.py."""
+"""On a CUDA GPU a run with CUDA graphs computes the same losses as one without. Run by tests/training/test_on_cuda.py."""
 
 from __future__ import annotations
 

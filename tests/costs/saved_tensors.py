@@ -1,4 +1,4 @@
-"""What autograd keeps of a call."""
+"""The bytes that autograd keeps of a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes as people write them, and what fits: the answer fits, and one more does not."""
+"""Parsed sizes, and capacities: the answer fits, and one more does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations in closed form against operators counted by torch, and allowed pairs against masks written out."""
+"""FLOPs in closed form against torch's count, and allowed pairs against mask tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAMILIES = [
 
 
 def counted(config: ch.Config, at: Lengths, *, checkpointing: bool = False) -> tuple[int, int]:
-    """What torch counts on the meta device, forward and in all. The explicit kernel: fused, it sees nothing on a CPU."""
+    """torch's count on the meta device: forward, total. With the explicit kernel: on a CPU torch does not count fused ones."""
     model = build(config, device="meta")
     with FlopCounterMode(display=False) as counter:
         out = model(*make_inputs(config, 3, at, "meta"), checkpointing=checkpointing)

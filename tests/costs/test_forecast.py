@@ -1,4 +1,4 @@
-"""The forecast as a whole: its parts fit together, and what can be measured is as it says."""
+"""The forecast: its parts add up, and it agrees with measurements."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_copies_hold_everything_and_their_gradients_twice() -> None:
 
 
 def test_shards_gather_two_blocks_and_all_that_is_in_none() -> None:
-    """On infinitely many devices only what is gathered, and what each computes, remains."""
+    """On very many devices only gathered weights and each device's own activations remain."""
     config = ch.preset("gpt2")
     many, twice = (cost(config, batch=1, shards=n) for n in (10**12, 10**12 // 2))
     counted = count_parameters(config)
@@ -124,7 +124,7 @@ def test_shards_gather_two_blocks_and_all_that_is_in_none() -> None:
     "name", ["gpt2", "smollm2-135m", "bert-base", "t5-small", "opus-mt-en-de", "whisper-tiny", "vit-b-16"]
 )
 def test_quantised_weights_weigh_what_is_said(name: str, kind: str) -> None:
-    """Widths that 32 and 64 do not divide are among them: 40 and 96."""
+    """Among them widths that 32 or 64 does not divide: 40 and 96."""
     sizes: dict[str, Any] = dict(d_model=96, n_heads=4, n_kv_heads=2, d_head=10, n_layers=2, d_ff=200)
     config = ch.preset(name, **sizes | ({} if name == "vit-b-16" else {"vocab_size": 211}))
     model = quantize(build(config, dtype=torch.bfloat16), kind)
@@ -159,7 +159,7 @@ def test_what_saves_memory_is_said_to() -> None:
 
 
 def measured_peak(config: ch.Config, batch: int, *, half: bool, checkpointing: bool, chunked: bool) -> int:
-    """Bytes at the worst moment of a training step, as torch's profiler sees them come and go."""
+    """Peak bytes of a training step, from the allocations that torch's profiler records."""
     model = build(config).train()
     assert isinstance(model, Decoder)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -214,7 +214,7 @@ def test_the_peak_of_a_training_step(batch: int, chunked: bool, half: bool, chec
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("rows", [131 * 4, 131 * 3, 131])
 def test_the_peak_of_a_loss_in_several_chunks(rows: int, half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """2, 3 and 7 chunks of a vocabulary that outweighs the rest: what earlier chunks leave behind shows."""
+    """2, 3 and 7 chunks, with a vocabulary that dominates the memory, so that what earlier chunks leave is visible."""
     config = ch.preset("gpt2", d_model=124, n_layers=2, n_heads=4, vocab_size=5003, max_len=131, dropout=0.0)
     monkeypatch.setitem(LOSS_CHUNK, "cpu", rows * config.vocab_size)
     said = cost(config, batch=7, mode="train", precision="bfloat16" if half else "float32").peak_bytes

@@ -1,4 +1,4 @@
-"""Almost-orthogonal directions: every figure of the table, three bounds that are attained, and what is sampled and optimised."""
+"""Almost orthogonal directions: every number of the table, three bounds that are attained, samples and optimised sets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sine(degrees: float) -> float:
 
 
 def as_written(value: float, written: str) -> bool:
-    """Whether a number, rounded to the digits it is written with, is what is written."""
+    """Whether a number equals the written one after rounding to its digits."""
     number, _, power = written.partition("e")
     decimals = len(number.partition(".")[2])
     return f"{value / 10 ** int(power or 0):.{decimals}f}" == number
@@ -147,7 +147,7 @@ def test_gpt2s_tokens_can_not_all_be_within_two_degrees() -> None:
 
 
 def test_the_experiment_finds_what_is_expected() -> None:
-    """The median of the largest of 11 samples, against where it should lie; the sample's spread is about 4 %."""
+    """The median of 11 samples against the expected one; samples vary by about 4 %."""
     found = sorted(g.sample_coherence(67, 211, seed) for seed in range(11))
     assert found[5] == pytest.approx(g.expected_coherence(67, 211), rel=0.05)
     assert g.sample_coherence(67, 211, 3) == g.sample_coherence(67, 211, 3)

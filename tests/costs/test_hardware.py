@@ -1,4 +1,4 @@
-"""This machine's speed and memory: numbers that can't be known, only bounded."""
+"""This machine's speed and memory: tests can only bound them."""
 
 from __future__ import annotations
 

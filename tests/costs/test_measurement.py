@@ -1,4 +1,4 @@
-"""Forecasts against runs on this machine. Times here are only bounded: other work may go on beside the tests."""
+"""Forecasts against runs on this machine. Times are only bounded, since other programs may run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_run_holds_what_is_said(name: str, asked: dict[str, Any]) -> None:
 
 
 def test_time_grows_with_each_kind_of_work() -> None:
-    """A machine that does everything at known speeds, foretold from half the length."""
+    """A machine with known speeds, forecast from half the length."""
     work = Workload(config=ch.preset("gpt2"), batch=2, length=1024, mode="train")
     speeds = {"attention": 1e9, "products": 7e9, "rest": 1e4, "fixed": 3.0}
 

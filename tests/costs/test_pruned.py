@@ -1,4 +1,4 @@
-"""Forecasts of models that have lost heads, unevenly: against operators counted, caches made and what autograd keeps."""
+"""Forecasts of models with unevenly pruned heads, against counted operators, real caches and what autograd keeps."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def test_a_picture_varies_only_by_seed_step_and_row(tmp_path: Path):
 
 @pytest.mark.parametrize(("shift", "flip"), [(0, False), (2, False), (0, True), (3, True)])
 def test_a_picture_is_moved_and_mirrored(tmp_path: Path, shift: int, flip: bool):
-    """Every variation is one of those possible, and over many steps each comes about as often as any other."""
+    """Every augmentation occurs, and over many steps each about equally often."""
     task = picture_task(tmp_path, data=dict(shift=shift, flip=flip))
     plain = task.store["picture"].flat[task.chosen[0]].astype(np.float32) / 127.5 - 1
     wide = np.pad(plain, ((0, 0), (shift, shift), (shift, shift)), mode="edge")

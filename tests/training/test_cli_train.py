@@ -1,4 +1,4 @@
-"""`clearhead train` as a user meets it."""
+"""`clearhead train` on the command line."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_unequal_line_counts(clearhead: Clearhead, tmp_path: Path) -> None:
 
 
 def test_windows_files(clearhead: Clearhead, tmp_path: Path) -> None:
-    """A mark at the start and CRLF ends are no part of any line."""
+    """A byte order mark at the start and CRLF line ends are not part of any line."""
     source, target = write_pairs(tmp_path)
     plain = clearhead("train", "translate", "--source", source, "--target", target, "--out", "plain/x")
     for file in (source, target):
@@ -306,7 +306,7 @@ def test_help_loads_no_torch() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "a polite kill"])
 def test_stopped_by_a_signal(number: signal.Signals, tmp_path: Path) -> None:
-    """In a process of its own: it saves, says how to go on, and ends with 130."""
+    """In a process of its own: it saves, prints how to resume, and exits with 130."""
     recipe = make_recipe("language", tmp_path, steps=100_000, checkpoint_every=100_000, evaluate_every=100_000)
     (tmp_path / "tiny.toml").write_text(recipe.to_toml(), encoding="utf-8")
     running = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Several processes, as torchrun starts them, learn what one learns."""
+"""Several processes, started by torchrun, compute what one process computes."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_one_process_stopped_and_resumed_in_four(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_one_process_can_not_do_ends_all(tmp_path: Path) -> None:
-    """The first says what is wrong; the others, that it was not them. (torchrun adds a report of its own.)"""
+    """The first process prints the error; the others print that another one failed. (torchrun adds its own report.)"""
     write_recipe("language", tmp_path)
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "thesis.txt").write_text("mine\n")

@@ -1,4 +1,4 @@
-"""Embedded data becomes files that a task reads as it reads anyone's."""
+"""Embedded data sets become files that tasks read like any other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VALID = [DatePair("3. März 1988", "1988-03-03", "de")]
 
 @pytest.fixture
 def seeds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Few dates, since making them all takes seconds; the seeds they were asked for with."""
+    """Only a few dates, since making all takes seconds; returns the seeds that were used."""
     asked: list[int] = []
 
     def few(*, seed: int) -> tuple[list[DatePair], list[DatePair]]:

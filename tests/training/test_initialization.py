@@ -1,4 +1,4 @@
-"""How a run starts and what it leaves: configs from recipes, fine-tuning, LoRA that starts as nothing and is merged at the end."""
+"""The model at the start and at the end of a run: configs from recipes, fine-tuning, LoRA that starts at zero and is merged."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_model_that_can_not_read_its_data_is_refused(changes: dict[str, Any], 
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of a mask-trained encoder, as a run leaves it."""
+    """A checkpoint of an encoder trained by masking."""
     return saved_encoder(tmp_path_factory.mktemp("encoder"))
 
 
@@ -175,7 +175,7 @@ def test_a_smaller_tokenizer_is_fine(encoder: Path):
 
 
 def test_masking_and_then_classifying(tmp_path: Path):
-    """The whole way: the second task takes the first's tokenizer and its weights."""
+    """The second task uses the tokenizer and the weights of the first."""
     data = dict(files=[write(tmp_path / "a.txt", words(307))], length=31)
     first = make(recipe_of("mask", model=MODEL | dict(tie_embeddings=True), data=data), tmp_path / "mask")
     ch.save(initial_model(first.recipe, first.facts), tmp_path / "model")

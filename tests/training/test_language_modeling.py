@@ -1,4 +1,4 @@
-"""Language modelling: documents in one window do not see each other, and sums over batches are sums over rows."""
+"""Language modelling: documents in one window do not attend to each other, and sums over batches are sums over rows."""
 
 from __future__ import annotations
 

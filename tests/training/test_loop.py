@@ -1,4 +1,4 @@
-"""Whole runs: how they end, and what they leave when something goes wrong."""
+"""Whole runs: their results, and their files after an error."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_run_leaves_a_folder_that_everything_takes(task: str, tmp_path: Path) 
 
 
 def test_what_is_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the user's cache, for the next run; a place that the user chose stays."""
+    """Compiled code is kept in the user's cache folder, unless the user has set another one."""
     monkeypatch.setenv("CLEARHEAD_CACHE", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # remembered, so that what is written below is taken back
     for chosen, compile, kept in (
@@ -160,7 +160,7 @@ def test_signals_elsewhere_than_in_the_main_thread_are_not_ours() -> None:
 
 @contextmanager
 def largest_file(nbytes: int) -> Generator[None]:
-    """The kernel refuses to let any file grow beyond this: a full disk, but for the number of the error."""
+    """The kernel lets no file grow beyond this size: like a full disk, with another error number."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:
@@ -170,7 +170,7 @@ def largest_file(nbytes: int) -> Generator[None]:
 
 
 class Filling(Watching):
-    """From a moment on, no file may be larger than `nbytes`."""
+    """From now on no file may be larger than `nbytes`."""
 
     def __init__(self, moment: str, nbytes: int) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ def test_a_disk_that_is_full_before_the_first_step(tmp_path: Path, monkeypatch: 
 
 
 def read_only_folder(tmp_path: Path) -> Path:
-    """Where not even root, as whom tests may run, can write."""
+    """A folder that not even root can write to, as tests may run as root."""
     if os.geteuid() == 0:
         return Path("/sys/clearhead-run")
     (tmp_path / "locked").mkdir(mode=0o500)
@@ -290,7 +290,7 @@ def test_a_loss_that_is_no_number(cadence: dict[str, Any], tmp_path: Path) -> No
 
 
 def test_early_stopping(tmp_path: Path) -> None:
-    """A rate of nearly 0 leaves the accuracy as it is: the first evaluation stays the best."""
+    """A learning rate of nearly 0 does not change the accuracy: the first evaluation stays the best."""
     changes: dict[str, Any] = dict(
         steps=50, evaluate_every=2, patience=3, best="accuracy", lr=1e-12, checkpoint_every=50
     )
@@ -307,7 +307,7 @@ def test_early_stopping(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", ["best", "last"])
 def test_which_weights_are_the_result(keep: str, tmp_path: Path) -> None:
-    """With a rate that is far too high the loss jumps, and the best is not the last."""
+    """With a far too high learning rate the loss jumps, and the best step is not the last."""
     changes: dict[str, Any] = dict(steps=12, evaluate_every=1, lr=0.3, warmup=0, schedule="constant", evaluate_rows=0)
     recipe = make_recipe("language", tmp_path, keep=keep, **changes)
     result = train(recipe, tmp_path / "x", show=(show := Watching()))
@@ -328,7 +328,7 @@ def test_a_device_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_lora_merges_what_it_learnt(tmp_path: Path) -> None:
-    """The result, a plain model, has the held-out loss that the run measured with the additions beside."""
+    """The merged result has the held-out loss that the run measured with LoRA."""
     base = train(make_recipe("language", tmp_path), tmp_path / "base").folder
     recipe = make_recipe("language", tmp_path, start=base, lora_rank=3, lr=0.01, steps=4, evaluate_every=4, keep="last")
     result = train(recipe, tmp_path / "x", show=(show := Watching()))

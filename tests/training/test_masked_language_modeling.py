@@ -1,4 +1,4 @@
-"""Masking: how many tokens are hidden and how, that it depends on the row alone, and that losses are those of all logits."""
+"""Masking: how many tokens are masked and how, that it depends only on the row, and that losses equal those of all logits."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_held_out_rows_are_always_hidden_alike(task: Masked):
 
 
 def test_losses_are_those_of_all_logits(task: Masked):
-    """Only guessed states meet the vocabulary; torch's own loss over every place must be the same."""
+    """Only masked positions are multiplied with the vocabulary; torch's loss over all positions must be the same."""
     model = model_for(task)
     for batch in (task.batch(task.rows(2), 2), task.held_out_batch(task.valid.in_order()[-3:])):
         logits = model(batch["tokens"], documents(batch["documents"]))
@@ -138,7 +138,7 @@ def test_a_batch_is_its_rows(task: Masked):
 
 
 def test_documents_do_not_see_each_other(task: Masked):
-    """A word changed in one document changes no other's losses."""
+    """Changing a word in one document changes no loss in another."""
     model = model_for(task)
     batch = task.batch(task.rows(1), 1)
     row = next(i for i, n in enumerate(batch["documents"]) if len(n.unique()) > 1)

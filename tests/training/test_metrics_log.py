@@ -1,4 +1,4 @@
-"""metrics.jsonl and TensorBoard: a resumed run's lines are those of an uninterrupted one. And what a row holds."""
+"""metrics.jsonl and TensorBoard: the lines of a resumed run equal those of an uninterrupted one. And the numbers of a row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PEAK = 1e9
 
 @pytest.fixture(autouse=True)
 def peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine of a known speed: measuring this one takes time, and its answer varies."""
+    """A fixed peak: measuring it takes time and varies."""
     monkeypatch.setattr(metrics_log, "measure_peak", lambda device, dtype: PEAK)
 
 

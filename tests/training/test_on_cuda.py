@@ -1,4 +1,4 @@
-"""Training on a CUDA GPU, with steps that are replayed."""
+"""Training on a CUDA GPU, with steps replayed as CUDA graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdamW and Muon: against torch's, against float64 references, and that their state comes back."""
+"""AdamW and Muon: against torch's, against float64 references, and with their state saved and restored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clearhead.training.recipe import Train
 
 
 def reference_orthogonalise(x: Tensor, steps: int = 5) -> Tensor:
-    """X <- a X + (b A + c A A) X with A = X X^T, from X / |X|, of the matrix lying down; float64."""
+    """X <- a X + (b A + c A A) X with A = X X^T, from X / |X|, of the wide matrix (transposed if it is tall); float64."""
     a, b, c = QUINTIC
     out = x.double() if x.shape[0] <= x.shape[1] else x.double().T
     out = out / max(float(out.norm()), 1e-7)
@@ -47,7 +47,7 @@ SHAPES = [(7, 11), (11, 7), (5, 5), (7, 11), (29, 3), (1, 13)]
 def drive(
     optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], steps: int, seed: int = 3
 ) -> list[list[Tensor]]:
-    """Steps with drawn gradients; returns the gradients."""
+    """Steps with random gradients; returns the gradients."""
     generator = torch.Generator().manual_seed(seed)
     drawn: list[list[Tensor]] = []
     for _ in range(steps):
@@ -240,7 +240,7 @@ def test_recorded_gradients_stay_where_they_are_at_zero():
 
 
 def test_muon_learns():
-    """One batch, learnt by heart: what a least-squares problem of full rank allows."""
+    """Overfits one batch: a least-squares problem of full rank has an exact solution."""
     weight = nn.Parameter(torch.randn(7, 11))
     wanted, x = torch.randn(7, 11), torch.randn(11, 29)
     optimizer = muon([weight], lr=0.1, decay=0.0)

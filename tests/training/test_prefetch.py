@@ -1,4 +1,4 @@
-"""Batches ahead of time: every row once, in order, on any number of processes. What goes wrong comes out; no thread stays."""
+"""Prefetching: every row once, in order, on any number of processes. Errors of the thread are raised; no thread is left."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_some_of_the_held_out_rows(sizes: list[int], limit: int):
 
 
 class Counting(Task):
-    """A task whose batch says which rows it holds and which step it is."""
+    """A task whose batch holds its row numbers and its step."""
 
     def __init__(self, accumulate: int = 1, fail_at: int = -1) -> None:
         super().__init__(Recipe(task="language", train=Train(accumulate=accumulate)))

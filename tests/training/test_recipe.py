@@ -1,4 +1,4 @@
-"""Recipes: what is written is read back, what is wrong is said with the field's name, and every shipped one builds."""
+"""Recipes: written and read back, errors that name the field, and every shipped recipe builds a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report: a page that is well formed, safe, small and honest about what a run lacks. Drawings are read back as XML."""
+"""The report: a page that is well formed, safe, small and says what is missing. Drawings are parsed as XML."""
 
 from __future__ import annotations
 

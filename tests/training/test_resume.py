@@ -1,4 +1,4 @@
-"""A run that was stopped or killed, and resumed, is the run that was left alone: to the last bit."""
+"""A run that was stopped or killed and then resumed equals an uninterrupted one, bit for bit."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_stopped_and_resumed_is_left_alone(task: str, change: str, tmp_path: Pat
 
 
 def test_checkpoints_between_two_logged_steps_lose_no_loss(tmp_path: Path) -> None:
-    """The row at step 5 tells of steps 1 to 5, also where the run was resumed from step 3."""
+    """The row at step 5 is about steps 1 to 5, also if the run was resumed from step 3."""
     recipe = make_recipe("language", tmp_path, steps=5, log_every=5, evaluate_every=5, checkpoint_every=3)
     train(recipe, tmp_path / "alone")
     train(recipe, tmp_path / "killed")
@@ -203,7 +203,7 @@ def test_a_finished_run_may_be_resumed(tmp_path: Path) -> None:
 
 
 def test_more_steps(tmp_path: Path) -> None:
-    """With a rate that does not depend on their number: 3 steps, then 6, are 6."""
+    """With a learning rate that does not depend on the number of steps, 3 steps resumed to 6 equal 6 steps."""
     short = make_recipe("mask", tmp_path, schedule="constant", steps=3)
     long = replace(short, train=replace(short.train, steps=6))
     train(short, tmp_path / "x")

@@ -18,7 +18,7 @@ PEAK = 1e9
 
 @pytest.fixture(autouse=True)
 def peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine of a known speed: measuring this one takes time, and its answer varies."""
+    """A fixed peak: measuring it takes time and varies."""
     monkeypatch.setattr(metrics_log, "measure_peak", lambda device, dtype: PEAK)
 
 

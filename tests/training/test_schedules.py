@@ -1,4 +1,4 @@
-"""Rates as functions of the step: the paper's formula, and shapes that hold whatever the numbers."""
+"""Learning rate schedules: the paper's formula, and properties that hold for all settings."""
 
 from __future__ import annotations
 

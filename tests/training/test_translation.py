@@ -77,9 +77,9 @@ def test_a_packed_batch_is_its_rows(tmp_path: Path):
         packed = task.batch(rows, step)
         shapes.add(tuple(tensor.shape for tensor in packed.values()))
         assert int(task.count(packed)) == task.predictions(rows)
-        room, task.packed = task.packed, None
+        shape, task.packed = task.packed, None
         padded = task.batch(rows, step)
-        task.packed = room
+        task.packed = shape
         ours, theirs = task.losses(model, packed), task.losses(model, padded)
         assert_same(sums(ours), sums(theirs))
         weights = list(model.parameters())

@@ -1,4 +1,4 @@
-"""Tiny runs for the tests of whole runs: data that is written in a moment, recipes that are learnt in less than a second."""
+"""Tiny runs for tests: small data files, and recipes that train in less than a second."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def make_recipe(
 
 
 class Watching(Callbacks):
-    """Keeps what a run says; at step `stop` a user presses Ctrl-C."""
+    """Keeps what a run reports; sends Ctrl-C at step `stop`."""
 
     def __init__(self, stop: int = 0) -> None:
         self.stop, self.notes, self.rows, self.valid = stop, [], [], []
@@ -123,7 +123,7 @@ def weights(out: Path) -> bytes:
 
 
 def metrics(out: Path) -> list[Row]:
-    """The lines of metrics.jsonl, without what a clock says."""
+    """The lines of metrics.jsonl, without times and speeds."""
     lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [{name: value for name, value in json.loads(line).items() if name not in CLOCKED} for line in lines]
 
@@ -159,7 +159,7 @@ def torchrun(processes: int) -> list[str]:
 
 
 def plain_environment() -> dict[str, str]:
-    """This process's, without what would colour the output; one thread each."""
+    """This process's environment without variables that colour the output; one thread."""
     kept = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "NO_COLOR", "COLUMNS")}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", "PYTHONPATH": path}

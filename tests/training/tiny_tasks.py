@@ -1,4 +1,4 @@
-"""Small tasks on made-up data, and models for them whose every number matters."""
+"""Small tasks on random data, and models for them in which every parameter has an effect."""
 
 from __future__ import annotations
 
