@@ -8,8 +8,7 @@ allocator.py    blocks of memory: reservations, reference counts, prefix cache
 kv_cache.py     the paged KV cache: keys and values in blocks
 prefill.py      prompts and sources through the model
 runner.py       the model runner: the rows of the batch, and the decode step by the fastest way
-native_step.py  a whole decode step in one native call, on a CPU
-native_support.py  which models it computes
+native_step.py, native_support.py   a whole decode step in one native call, on a CPU; which models it computes
 gpu_step.py     a decode step by fused kernels, on a GPU
 cuda_graphs.py  work for a GPU, recorded once and replayed; used by training too
 sampler.py      next tokens of rows without beam search
@@ -19,3 +18,8 @@ transfer.py     copies between host and device
 
 May import: errors, config, kernels, layers, models, quantization, costs, sampling, data.
 """
+
+from clearhead.engine.engine import Engine
+from clearhead.engine.request import Request, Ticket, Token
+
+__all__ = ["Engine", "Request", "Ticket", "Token"]

@@ -1,4 +1,4 @@
-"""Lists of ids in, lists of new ids out: `generate` with a decoder, `translate` with an encoder-decoder."""
+"""Lists of ids in, lists of new ids out: `generate` and `stream` with a decoder, `translate` with an encoder-decoder."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def generate(
     """Lists of ids in, lists of new ids out, in the same order; with `return_scores`, a `Hypothesis` each.
 
     A text ends before an `eos` (None: the checkpoint's own; (): none), before any of the id sequences in `stop`, or after
-    `max_new_tokens`; what ended it is not part of it. Further options are the fields of `Strategy`: temperature (0, the
+    `max_new_tokens`; the ids that ended it are not part of it. Further options are the fields of `Strategy`: temperature (0, the
     default, is greedy), top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram,
     logit_bias, suppress, min_new_tokens. `grammar` is what each text must match (`Grammar.regex`, `.json_schema`, `.choice`).
-    Prompt i is drawn with seed + i, or with its own of a list of seeds: same seed, same text, whatever else is in the batch.
-    `batch_tokens` bounds the tokens held at once, prompts and room for the new. A score is of the model's own probabilities,
-    before any option. An empty prompt is the model's bos, where it has one.
+    Prompt i is sampled with seed + i, or with seed[i] of a list: the same seed gives the same text, whatever else is in the
+    batch. `batch_tokens` bounds the tokens in the KV cache, of prompts and new texts. Scores are log-probabilities of the model
+    itself, before any option. An empty prompt is replaced by the model's bos, if it has one.
     """
     check_shape(model, "decoder")
     check_at_least(max_new_tokens, 1, "max_new_tokens")
@@ -78,7 +78,7 @@ def stream(
     grammar: Grammar | None = None,
     **options: Any,
 ) -> Iterator[int]:
-    """One prompt's new ids, each as soon as it is chosen; options as in `generate`, whose ids these are."""
+    """One prompt's new ids, each as soon as it is sampled: the same ids as `generate`, with the same options."""
     check_shape(model, "decoder")
     row = check_rows([prompt], model.config.vocab_size, "prompt")[0]
     common: dict[str, Any] = dict(strategy=Strategy.of(options), eos=eos, stop=stop, grammar=grammar)
@@ -120,14 +120,15 @@ def translate(
     return_scores: bool = False,
     **options: Any,
 ) -> list[list[int]] | list[list[Hypothesis]]:
-    """Lists of source ids in, lists of new ids out, in the same order, without start and end; `beams=1` is greedy.
+    """Lists of source ids in, lists of new ids out, in the same order, without start and end tokens; `beams=1` is greedy.
 
-    With `return_scores`, each source gets its `n_best` as `Hypothesis`, best first. A score is the sum of log-probabilities
-    / length**length_penalty, the end counted in both. A source's search ends when no running beam, at its present length,
-    beats the worst of `beams` finished texts; `early_stopping=True`: when there are that many; "never": when none could
-    win at any length. Without `max_new_tokens` a text may have 2 tokens for each of its source, and 20. Of `Strategy`'s
-    fields those are taken that do not draw: repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram,
-    logit_bias, suppress, min_new_tokens. `batch_tokens` bounds the tokens held at once, sources and beams.
+    With `return_scores`, each source gets its `n_best` texts as `Hypothesis`, best first. A score is the sum of
+    log-probabilities / length**length_penalty; the end token counts in both. A search stops when no running beam, at its present
+    length, beats the worst of `beams` finished texts; with `early_stopping=True`, as soon as there are so many finished texts;
+    with "never", when no beam could win at any length. Without `max_new_tokens` the limit is 2 tokens for each source token,
+    plus 20. Further options are the fields of `Strategy` that do not sample: repetition_penalty, presence_penalty,
+    frequency_penalty, no_repeat_ngram, logit_bias, suppress, min_new_tokens. `batch_tokens` bounds the tokens in the KV cache,
+    of sources and beams.
     """
     check_shape(model, "encoder-decoder")
     for name in ("temperature", "top_k", "top_p", "min_p"):
@@ -189,7 +190,7 @@ def check_shape(model: nn.Module, shape: str) -> None:
 
 
 def _limit(source: list[int], place: int, max_new_tokens: int | None, model: EncoderDecoder) -> int:
-    """How many tokens a source's text may have."""
+    """The most tokens that a source's text may have."""
     max_len, max_source_len = model.config.max_len, model.config.max_source_len
     if not 0 < len(source) <= max_source_len:
         raise InputError(

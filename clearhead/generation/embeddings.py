@@ -1,7 +1,7 @@
-"""One vector a text, for search and comparison.
+"""One vector for each text, for search and comparison.
 
-Where attention goes from text to text (on a CPU, and on a CUDA GPU in 16 bits), texts lie one after the other in one row and
-nothing is spent on padding. Elsewhere texts of like length are computed together.
+If attention can take packed texts (on a CPU, and on a CUDA GPU in 16 bits), they are packed into one row, and nothing is
+spent on padding. Else texts of about the same length are padded and computed together.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from clearhead.kernels.onednn import laid_out
 from clearhead.layers.packing import packed
 from clearhead.models import Encoder
 from clearhead.models.encoder import Pool
+from clearhead.sampling.token_ids import pad
 
 Pooling = Literal["model", "mean", "first"]
-Follow = Callable[[list[list[int]], str, int], Iterable[list[int]]]  # shows how far a list is worked through
+Follow = Callable[[list[list[int]], str, int], Iterable[list[int]]]  # iterates over a list and shows the progress
 
-ON_GPU, ELSEWHERE = 2**16, 2**12  # tokens computed at once; a CPU's caches hold no more than the latter
+ON_GPU, ELSEWHERE = 2**16, 2**12  # tokens computed at once; a CPU's caches hold no more than the second
 
-WORTH_A_LAYOUT = 2**12  # tokens, from which on copying weights for the CPU's products takes less time than it saves
+WORTH_A_LAYOUT = 2**12  # with so many tokens, copying weights to the layout of the CPU's products pays
 
 
 def embed(
@@ -43,9 +44,9 @@ def embed(
     tokens: int = 0,
     follow: Follow = lambda parts, what, n: parts,
 ) -> Float[np.ndarray, "n D"]:
-    """A row for each text. `pool`: as the model says, or the mean or the first of the states, brought to length 1.
+    """A row for each text. `pool`: the model's own pooling, or the mean or the first of the states, scaled to length 1.
 
-    At most `tokens` are computed at once. A text of more than `max_len` tokens is an error, or with `truncate` is cut.
+    At most `tokens` are computed at once. A text of more than `max_len` tokens is an error, or is cut with `truncate`.
     """
     max_len = min(max_len or model.config.max_len, model.config.max_len)
     ids = read(tokenizer, texts, max_len, truncate=truncate)
@@ -61,10 +62,10 @@ def embed_ids(
     tokens: int = 0,
     follow: Follow = lambda parts, what, n: parts,
 ) -> Float[np.ndarray, "n D"]:
-    """`embed`, of texts that are ids already, each of one at least and no more than the model takes."""
+    """`embed` for texts that are already ids: each has at least one, and at most the model's max_len."""
     is_packed = packs(model)
     on_gpu = is_packed and next(model.parameters()).is_cuda
-    # Sorted, so that texts of one length are neighbours; a GPU's kernel asks for no order.
+    # Sorted by length, except for the GPU's kernel, which takes any order.
     order = list(range(len(ids))) if on_gpu else sorted(range(len(ids)), key=lambda i: -len(ids[i]))
     parts = list(share(order, [len(row) for row in ids], tokens or (ON_GPU if on_gpu else ELSEWHERE)))
     run = run_packed if is_packed else run_padded
@@ -74,7 +75,7 @@ def embed_ids(
     with laid_out() if sum(map(len, ids)) >= WORTH_A_LAYOUT else nullcontext():
         for part in follow(parts, "embedding", len(parts)):
             found.append((part, run(model, [ids[i] for i in part], pooling)))
-    for part, rows in found:  # fetched last: until here a GPU was never waited for
+    for part, rows in found:  # copied last: until here the CPU never waits for a GPU
         vectors[part] = rows.float().cpu().numpy()
     return vectors
 
@@ -85,7 +86,7 @@ def packs(model: Encoder) -> bool:
 
 
 def read(tokenizer: Tokenizer, texts: Sequence[str], max_len: int, *, truncate: bool) -> list[list[int]]:
-    """Each text's ids; one that has none, or too many, is an error that says which."""
+    """Each text's ids; InputError with the line number for a text with no ids, or too many."""
     rows = tokenizer.encode_all(texts, max_len=max_len if truncate else None, truncate="right" if truncate else None)
     for number, row in enumerate(rows, 1):
         if not row:
@@ -100,7 +101,7 @@ def read(tokenizer: Tokenizer, texts: Sequence[str], max_len: int, *, truncate: 
 
 
 def share(order: list[int], lengths: list[int], tokens: int) -> Iterator[list[int]]:
-    """The numbers in `order`, in parts of at most so many tokens."""
+    """The indices in `order`, split into parts of at most so many tokens."""
     part: list[int] = []
     size = 0
     for i in order:
@@ -124,11 +125,8 @@ def run_packed(model: Encoder, rows: list[list[int]], pool: Pool) -> Float[Tenso
 
 
 def run_padded(model: Encoder, rows: list[list[int]], pool: Pool) -> Float[Tensor, "B D"]:
-    width, device = max(map(len, rows)), next(model.parameters()).device
-    tokens = np.zeros((len(rows), width), np.int64)  # any id does where the mask hides it
-    for i, row in enumerate(rows):
-        tokens[i, : len(row)] = row
-    real = np.arange(width) < np.array([len(row) for row in rows])[:, None]
+    device = next(model.parameters()).device
+    tokens, real = pad(rows)
     mask = torch.from_numpy(real).to(device)
     states = model.states(torch.from_numpy(tokens).to(device), None if real.all() else mask)
     return pool(states, mask)

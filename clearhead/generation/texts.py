@@ -1,4 +1,4 @@
-"""Text in, text out, on top of ids: prompts that fit, stops that are texts, grammars, many requests in order."""
+"""Texts in, texts out: prompts that fit, stop texts, grammars, and many requests in order."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def write_texts(
     batch_tokens: int = BATCH_TOKENS,
     **options: Any,
 ) -> list[str]:
-    """What a decoder writes after each prompt, in the same order; prompt i is drawn with seed + i.
+    """A decoder's continuation of each prompt, in the same order; prompt i is sampled with seed + i.
 
-    A text ends before the first of the texts in `stop`. Of `regex`, `json_schema` and `choices` one may say what the text
-    must be. Further options are those of `make_request`. `batch_tokens` bounds the tokens held at once.
+    A text ends before the first text of `stop` in it. One of `regex`, `json_schema` and `choices` may constrain it. Further
+    options are those of `make_request`. `batch_tokens` bounds the tokens in the KV cache.
     """
     if isinstance(prompts, str):
         raise InputError(f"prompts is one str, {prompts!r:.60}; pass a list of texts")
@@ -73,7 +73,7 @@ def stream_text(
     choices: Sequence[str] | None = None,
     **options: Any,
 ) -> Iterator[str]:
-    """One prompt's text, each piece as soon as it is certain; options as in `write_texts`, whose text this is."""
+    """One prompt's continuation in pieces, each as soon as it is certain: the text of `write_texts`, with the same options."""
     check_shape(model, "decoder")
     options["grammar"] = make_grammar(model, tokenizer, regex=regex, json_schema=json_schema, choices=choices)
     request = make_request(model, tokenizer, prompt, stop=stop, **options)
@@ -96,11 +96,10 @@ def make_request(
     alternatives: int = 0,
     **options: Any,
 ) -> Request:
-    """A request to go on with a text, or with ids made of one.
+    """A request to continue a text, or the ids of one.
 
-    A prompt that leaves no room for `max_new_tokens` is an error, or with truncate="left" loses its beginning, but not its
-    bos. `options` are the fields of `Strategy`. Stops that are special tokens are the engine's; the others are left to a
-    `StoppingStream`.
+    A prompt that leaves no room for `max_new_tokens` is an error, or with truncate="left" loses its start, but not its bos.
+    `options` are the fields of `Strategy`. The engine stops at special tokens; a `StoppingStream` finds the other stop texts.
     """
     check_at_least(max_new_tokens, 1, "max_new_tokens")
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -117,7 +116,7 @@ def make_request(
 
 
 def fit(ids: list[int], model: Decoder, max_new_tokens: int, truncate: str | None) -> list[int]:
-    """A prompt with room after it for the new tokens."""
+    """The prompt, cut at its start if needed, so that the new tokens fit after it."""
     if truncate not in (None, "left"):
         raise InputError(f"a prompt can be cut at its start only; got truncate={truncate!r}; pass 'left' or None")
     room = model.config.max_len - max_new_tokens
@@ -145,7 +144,7 @@ def make_grammar(
     json_schema: Schema | None = None,
     choices: Sequence[str] | None = None,
 ) -> Grammar | None:
-    """What a text must match, for this model's vocabulary and ends; None: anything."""
+    """The grammar that a text must match, for this model's vocabulary and end tokens; None: anything."""
     asked = {"regex": regex, "json_schema": json_schema, "choices": choices}
     given = [name for name, value in asked.items() if value is not None]
     if len(given) > 1:
@@ -159,7 +158,7 @@ def make_grammar(
 
 
 def check_stops(stops: Sequence[str], tokenizer: Tokenizer) -> list[str]:
-    """Texts that can be met in what a model writes."""
+    """The stop texts; InputError for one that can never occur in a generated text."""
     if isinstance(stops, str):
         raise InputError(f"stop is one str, {stops!r:.60}; pass a list of texts")
     for text in stops:
@@ -175,15 +174,13 @@ def check_stops(stops: Sequence[str], tokenizer: Tokenizer) -> list[str]:
 
 
 def is_special(text: str, tokenizer: Tokenizer) -> bool:
-    """Whether this is a special token's name, which is never part of a text."""
+    """Whether this is the name of a special token, which is never part of a text."""
     return tokenizer.vocab.get(text) in tokenizer.special_ids
 
 
 def piece_name(tokenizer: Tokenizer, id: int) -> str:
-    """A token as a person reads it, with the space that it begins with; what is no text by itself, as the vocabulary has it.
-
-    A model may have more rows than its tokenizer has tokens; these have only their number.
-    """
+    """A token as a reader sees it, with the space that it starts with. A token that is no text by itself is spelled as in the
+    vocabulary; an id of the model that the tokenizer does not have, as its number."""
     try:
         text, spelled = tokenizer.decode([id]), tokenizer.token(id)
     except InputError:
@@ -194,39 +191,39 @@ def piece_name(tokenizer: Tokenizer, id: int) -> str:
 
 
 def stream_of(request: Request, tokenizer: Tokenizer, stops: Sequence[str]) -> StoppingStream:
-    """The stream for a request's text, which goes on from its prompt; one that matches a grammar is a text of its own."""
+    """The stream for a request's text, which continues its prompt. A text that matches a grammar starts anew."""
     return StoppingStream(tokenizer, stops, after=() if request.grammar is not None else request.prompt)
 
 
 class StoppingStream:
-    """Ids in, text out, up to the first of some stops; `stop` is the one that was met, if one was.
+    """Ids in, text out, up to the first stop text; `stop` is the one that was found, or None.
 
-    All that `push` returned, then `finish()`, joined, is the text. What may turn out to be a stop's beginning waits until that
-    is known. `after` are the ids that the text goes on from: only at the very start of a text does a word lose its space.
+    The results of all `push` and then `finish()`, joined, are the text. Characters that may become part of a stop text are held
+    back until that is known. `after` are the ids that the text continues: only at the start of a text a word loses its space.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), after: Sequence[int] = ()) -> None:
         self._stream, self._held = tokenizer.stream(), ""
         self._stops = [text for text in check_stops(stops, tokenizer) if not is_special(text, tokenizer)]
         self.stop: str | None = None
-        # Any whole piece of text in front does; a lone byte would wait for others.
+        # Any complete piece of text will do; a single byte of a character would be held back.
         start = next((id for id in reversed(after) if _is_text(tokenizer, id)), None)
         if start is not None:
             self._stream.push(start)
 
     def push(self, id: int) -> str:
-        """The text that is certain now, often one word, sometimes nothing."""
+        """Append an id; returns the text that is now certain, often one word, sometimes none."""
         return "" if self.stop is not None else self._pass(self._stream.push(id))
 
     def finish(self) -> str:
-        """What was held back."""
+        """The text that was held back."""
         text = "" if self.stop is not None else self._pass(self._stream.finish())
         rest, self._held = self._held, ""
         return text + rest
 
     def _pass(self, piece: str) -> str:
         held = self._held + piece
-        # Of several stops the one that is complete first.
+        # Of several stop texts, the one that is complete first.
         met = min(
             ((held.find(stop) + len(stop), held.find(stop), stop) for stop in self._stops if stop in held), default=None
         )
@@ -245,9 +242,9 @@ def _is_text(tokenizer: Tokenizer, id: int) -> bool:
 
 
 def follow(engine: Engine, ticket: Ticket, stream: StoppingStream) -> Iterator[tuple[Token | None, str]]:
-    """Each new token of a request with the text that is certain with it; last, None with the rest.
+    """Each new token of the engine's only request, with the text that is then certain; last, None with the rest of the text.
 
-    Closed early, it cancels the request. The engine has no other request meanwhile.
+    Closing the generator cancels the request.
     """
     step = eval_step(engine)
     try:
@@ -264,16 +261,16 @@ def follow(engine: Engine, ticket: Ticket, stream: StoppingStream) -> Iterator[t
 
 
 def in_order(engine: Engine, requests: Iterable[Request], at_once: int = AT_ONCE) -> Iterator[Ticket]:
-    """Finished tickets in the order of their requests, each as soon as it and those before it are over.
+    """Finished tickets in the order of their requests, each as soon as it and all before it are done.
 
-    Requests are taken `at_once` at a time, when fewer than that are under way, and handed on by length: those that are read
-    together are alike. One that takes long holds up at most four times as many behind it.
+    While fewer than `at_once` requests are running, as many more are submitted, longest first: prompts that are computed together
+    are then about as long. At most four times `at_once` tickets wait behind a slow one.
     """
-    coming, tickets, more, step = iter(requests), deque[Ticket](), True, eval_step(engine)
+    pending, tickets, more, step = iter(requests), deque[Ticket](), True, eval_step(engine)
     while more or tickets:
-        under_way = sum(not ticket.is_done for ticket in tickets)
-        if more and under_way < at_once and len(tickets) <= 4 * at_once:
-            chunk = list(islice(coming, at_once))
+        n_running = sum(not ticket.is_done for ticket in tickets)
+        if more and n_running < at_once and len(tickets) <= 4 * at_once:
+            chunk = list(islice(pending, at_once))
             more = len(chunk) == at_once
             longest_first = sorted(range(len(chunk)), key=lambda at: -_length(chunk[at]))
             made = {at: engine.submit(chunk[at]) for at in longest_first}

@@ -1,28 +1,28 @@
-"""Why each text of a beam search lived or died: the trace of a `Request(trace=True)` as a document, and as a picture.
+"""Why each text of a beam search was kept or dropped: the trace of a `Request(trace=True)` as a document, and as a picture.
 
-`make_trace` gives plain numbers, texts, lists and dicts, to be written as JSON. Version 1:
+`make_trace` returns numbers, strings, lists and dicts, which can be saved as JSON. Version 1:
 
     format, version      "clearhead-beam-trace", 1
-    beams, length_penalty, early_stopping, max_new_tokens, prompt      how the search was asked for; the prompt's ids
-    source               {text, ids, tokens}; null for a decoder. `tokens` are pieces as a person reads them
-    attention            which rows `attention` below has: {layer, heads: "mean"}; null for a decoder
-    steps                one a token:
-      beams                the texts that this step goes on from: {text, score, length}, beam 0 first
-      candidates           the ways on that it looked at, best first:
+    beams, length_penalty, early_stopping, max_new_tokens, prompt      the request's settings; the prompt's ids
+    source               {text, ids, tokens}; null for a decoder. `tokens` are pieces as a reader sees them
+    attention            where the `attention` below is from: {layer, heads: "mean"}; null for a decoder
+    steps                one for each token:
+      beams                the beams before this step: {text, score, length}, beam 0 first
+      candidates           the continuations that it considered, best first:
         id, token, text      the token, and the text with it
-        parent               the beam that it follows
+        parent               the beam that it continues
         score, log_prob      the sum of log-probabilities with it; its own
         fate                 "kept", "finished" or "dropped"
         why                  the same in words
         beam                 kept: the beam that it became
         normalised           finished: its final score, score / length**length_penalty
-        attention            kept or finished: the cross-attention over the source while it was chosen
-        wins                 whether the winner's text goes through it
+        attention            kept or finished: the cross-attention over the source when it was chosen
+        wins                 whether it is part of the best text
     finished             the texts that ended, best first: {text, ids, tokens, score, sum, length, step, rank, attention}, one row
-                         of attention a token, its end included. `rank` counts from 1; null: better ones pushed it out
-    stopped              why the search was over, in words
+                         of attention for each token, its end included. `rank` counts from 1; null: not among the best
+    stopped              why the search stopped, in words
 
-Attention is computed afterwards, by reading the kept texts once more; a causal model finds the same rows as when it wrote them.
+Attention is computed afterwards, by one more forward pass over the kept texts; in a causal model its rows are the same.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from clearhead.models import Decoder, EncoderDecoder
 from clearhead.sampling.beam_search import Candidate
 
 FORMAT, VERSION = "clearhead-beam-trace", 1
-AT_ONCE = 64  # texts read again together
+AT_ONCE = 64  # texts in one forward pass
 
 
 @dataclass(eq=False)
 class Node:
-    """A candidate with the way to it."""
+    """A candidate, and the candidates before it."""
 
     step: int
     candidate: Candidate
@@ -67,8 +67,8 @@ class Node:
     def __post_init__(self) -> None:
         self.ids = [*(self.before.ids if self.before else []), self.candidate.token]
 
-    def way(self) -> Iterator[Node]:
-        """From its end to its start."""
+    def path(self) -> Iterator[Node]:
+        """The nodes of this text, the last token first."""
         node: Node | None = self
         while node is not None:
             yield node
@@ -78,18 +78,19 @@ class Node:
 def make_trace(
     ticket: Ticket, model: Decoder | EncoderDecoder, tokenizer: Tokenizer, *, text: str | None = None, layer: int = -1
 ) -> dict[str, Any]:
-    """The search of a finished request as a document; `text` is the source as it was given, `layer` the decoder's to look at."""
+    """The search of a finished request as a document. `text` is the source as given, `layer` the decoder layer whose
+    cross-attention is shown."""
     request = ticket.request
     if not ticket.trace or not ticket.is_done:
         raise InputError(
             f"there is no search to tell of: trace={request.trace}, beams={request.beams}, reason={ticket.reason}; "
             "ask with trace=True and several beams, and wait until it is over"
         )
-    steps, eos = _grow(ticket), model.generation.eos if request.eos is None else request.eos
+    steps, eos = _link_steps(ticket), model.generation.eos if request.eos is None else request.eos
     ends = [eos] if isinstance(eos, int) else list(eos)
     ended = [node for step in steps for node in step if node.candidate.fate == "finished"]
     ranked = sorted(ended, key=lambda node: -_final(node, request.length_penalty))
-    for node in ranked[0].way() if ranked else ():
+    for node in ranked[0].path() if ranked else ():
         node.wins = True
     source: dict[str, Any] | None = None
     attention: dict[str, Any] | None = None
@@ -98,7 +99,7 @@ def make_trace(
         source = {"text": text, "ids": ids, "tokens": [piece_name(tokenizer, id) for id in ids]}
         layer = range(model.config.n_decoder_layers)[layer]
         attention = {"layer": layer, "heads": "mean"}
-        _look(model, ids, list(request.prompt) or [start_token(model)], steps, layer)
+        _add_attention(model, ids, list(request.prompt) or [start_token(model)], steps, layer)
     worst = _final(ranked[request.beams - 1], request.length_penalty) if len(ranked) >= request.beams else -math.inf
     return {
         "format": FORMAT,
@@ -110,14 +111,14 @@ def make_trace(
         "prompt": list(request.prompt),
         "source": source,
         "attention": attention,
-        "steps": _tell(steps, ticket, tokenizer, ends),
-        "finished": [_tell_finished(node, rank, ticket, tokenizer) for rank, node in enumerate(ranked, 1)],
+        "steps": _step_documents(steps, ticket, tokenizer, ends),
+        "finished": [_finished_document(node, rank, ticket, tokenizer) for rank, node in enumerate(ranked, 1)],
         "stopped": _why_stopped(ticket, steps, worst),
     }
 
 
-def _grow(ticket: Ticket) -> list[list[Node]]:
-    """Each step's candidates, joined to the beams they go on from."""
+def _link_steps(ticket: Ticket) -> list[list[Node]]:
+    """Each step's candidates, linked to the beams that they continue."""
     steps: list[list[Node]] = []
     running: dict[int, Node] = {}
     for at, candidates in enumerate(ticket.trace):
@@ -134,8 +135,10 @@ def _final(node: Node, length_penalty: float) -> float:
     return node.candidate.score / (node.step + 1) ** length_penalty
 
 
-def _look(model: EncoderDecoder, source: list[int], prompt: list[int], steps: list[list[Node]], layer: int) -> None:
-    """Where the model looked while it chose each token that was kept: each text that went no further is read once more."""
+def _add_attention(
+    model: EncoderDecoder, source: list[int], prompt: list[int], steps: list[list[Node]], layer: int
+) -> None:
+    """Add the cross-attention of each token that was kept or finished, by a forward pass over each longest text."""
     site, device = f"decoder.blocks.{layer}.cross.weights", next(model.parameters()).device
     tips = [node for step in steps for node in step if node.candidate.fate != "dropped" and not node.children]
     with eval_mode(model):
@@ -143,34 +146,38 @@ def _look(model: EncoderDecoder, source: list[int], prompt: list[int], steps: li
         for first in range(0, len(tips), AT_ONCE):
             some = tips[first : first + AT_ONCE]
             longest = max(len(node.ids) for node in some)
-            # The last token is not read, and what fills up a row comes after all that is looked at.
+            # The last token is no input. Padding comes after it, where no attention is shown.
             rows = [[*prompt, *node.ids[:-1], *[0] * (longest - len(node.ids))] for node in some]
             with probe(model, site) as seen:
                 model.decode(torch.tensor(rows, device=device), memory.expand(len(rows), -1, -1))
             weights = seen.rows(site, slice(len(prompt) - 1, None)).float().mean(1).cpu()
             for row, tip in zip(weights, some, strict=True):
-                for node in tip.way():
+                for node in tip.path():
                     node.attention = node.attention or [round(share, 6) for share in row[node.step].tolist()]
 
 
-def _tell(steps: list[list[Node]], ticket: Ticket, tokenizer: Tokenizer, ends: Sequence[int]) -> list[dict[str, Any]]:
-    told: list[dict[str, Any]] = []
+def _step_documents(
+    steps: list[list[Node]], ticket: Ticket, tokenizer: Tokenizer, ends: Sequence[int]
+) -> list[dict[str, Any]]:
+    document: list[dict[str, Any]] = []
     beams: list[dict[str, Any]] = [{"text": "", "score": 0.0, "length": 0}]
     for nodes in steps:
-        candidates = [{**_tell_node(node, ticket, tokenizer), "why": _why(node, nodes, ticket, ends)} for node in nodes]
-        told.append({"beams": beams, "candidates": candidates})
+        candidates = [
+            {**_candidate_document(node, ticket, tokenizer), "why": _why(node, nodes, ticket, ends)} for node in nodes
+        ]
+        document.append({"beams": beams, "candidates": candidates})
         kept = sorted((node for node in nodes if node.candidate.beam is not None), key=lambda n: n.candidate.beam or 0)
         beams = [
             {"text": _text(tokenizer, node.ids), "score": node.candidate.score, "length": len(node.ids)}
             for node in kept
         ]
-    return told
+    return document
 
 
-def _tell_node(node: Node, ticket: Ticket, tokenizer: Tokenizer) -> dict[str, Any]:
+def _candidate_document(node: Node, ticket: Ticket, tokenizer: Tokenizer) -> dict[str, Any]:
     candidate, before = node.candidate, node.before.candidate.score if node.before else 0.0
     reachable = candidate.score > -math.inf
-    told: dict[str, Any] = {
+    document: dict[str, Any] = {
         "id": candidate.token,
         "token": piece_name(tokenizer, candidate.token),
         "text": _text(tokenizer, node.ids),
@@ -181,12 +188,12 @@ def _tell_node(node: Node, ticket: Ticket, tokenizer: Tokenizer) -> dict[str, An
         "wins": node.wins,
     }
     if candidate.fate == "kept":
-        told["beam"] = candidate.beam
+        document["beam"] = candidate.beam
     elif candidate.fate == "finished":
-        told["normalised"] = _final(node, ticket.request.length_penalty)
+        document["normalised"] = _final(node, ticket.request.length_penalty)
     if node.attention is not None:
-        told["attention"] = node.attention
-    return told
+        document["attention"] = node.attention
+    return document
 
 
 def _why(node: Node, step: list[Node], ticket: Ticket, ends: Sequence[int]) -> str:
@@ -211,8 +218,8 @@ def _th(place: int) -> str:
     return f"{place}{ending}"
 
 
-def _tell_finished(node: Node, rank: int, ticket: Ticket, tokenizer: Tokenizer) -> dict[str, Any]:
-    rows = [each.attention for each in reversed([*node.way()])]
+def _finished_document(node: Node, rank: int, ticket: Ticket, tokenizer: Tokenizer) -> dict[str, Any]:
+    rows = [each.attention for each in reversed([*node.path()])]
     return {
         "text": _text(tokenizer, node.ids),
         "ids": node.ids,
@@ -245,7 +252,7 @@ def _why_stopped(ticket: Ticket, steps: list[list[Node]], worst: float) -> str:
 def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     try:
         return tokenizer.decode(ids)
-    except InputError:  # a row of the model that no token has was looked at
+    except InputError:  # the model has ids that the tokenizer does not have
         known = set(tokenizer.vocab.values())
         return tokenizer.decode(id for id in ids if id in known)
 
@@ -254,7 +261,7 @@ def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 
 def draw_trace(trace: dict[str, Any]) -> RenderableType:
-    """The steps with what was kept and dropped, what ended and how it ranks, and where the winner looked."""
+    """The steps with kept and dropped candidates, the finished texts by rank, and the cross-attention of the best."""
     parts: list[RenderableType] = [_draw_steps(trace), Text("\nTexts that ended", style="bold"), _draw_finished(trace)]
     parts.append(Text(f"over because {trace['stopped']}", style="dim"))
     winner = trace["finished"][0] if trace["finished"] else None
@@ -280,14 +287,16 @@ def _draw_steps(trace: dict[str, Any]) -> Table:
             table.add_row(*figures, _draw_text(each, step["beams"][each["parent"]]["text"]))
         dropped = [each for each in step["candidates"] if each["fate"] == "dropped" and each["score"] is not None]
         if dropped:
-            told = [f"{each['parent']} + {each['token']!r} {each['score']:.3f}" for each in dropped[: trace["beams"]]]
-            more = [f"{len(dropped) - len(told)} more"] if len(dropped) > len(told) else []
-            table.add_row("", "", "", Text("dropped: " + ",  ".join([*told, *more]), style="dim"))
+            shown = [
+                f"{each['parent']} + {each['token']!r} {each['score']:.3f}" for each in dropped[: trace["beams"]]
+            ]
+            more = [f"{len(dropped) - len(shown)} more"] if len(dropped) > len(shown) else []
+            table.add_row("", "", "", Text("dropped: " + ",  ".join([*shown, *more]), style="dim"))
     return table
 
 
 def _draw_text(each: dict[str, Any], before: str) -> Text:
-    """The text so far, what the token added to it in colour."""
+    """The text so far, with the new token in colour."""
     same = len(before) if each["text"].startswith(before) else 0
     text = Text(each["text"][:same], style="bold" if each["wins"] else "")
     added = each["text"][same:].strip() and each["text"][same:]
@@ -310,5 +319,5 @@ def _draw_finished(trace: dict[str, Any]) -> Table:
 
 
 def _shown(tokens: Sequence[str]) -> list[str]:
-    """Without what would break a line or can not be seen."""
+    """Tokens with line breaks and tabs escaped, and spaces made visible."""
     return [token.replace("\n", "\\n").replace("\t", "\\t").strip() or "␣" for token in tokens]

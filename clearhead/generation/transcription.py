@@ -1,4 +1,4 @@
-"""Whisper's side of writing: which tokenizer is its own, and what is asked of it for each window of sound."""
+"""Transcription with Whisper: its tokenizer, and a request for each window of sound."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clearhead.errors import CheckpointError, InputError, did_you_mean
 from clearhead.models import EncoderDecoder
 from clearhead.sampling.strategy import Strategy
 
-N_TIMES = 1501  # the vocabulary's last tokens: a time every 20 ms of 30 s
+N_TIMES = 1501  # timestamps are the vocabulary's last tokens: one for every 20 ms of 30 s
 ENGLISH_ONLY = 51_864  # the vocabulary's size in models without languages and tasks
 
 
@@ -45,7 +45,7 @@ def find_tokenizer(place: Path, vocab_size: int) -> Tokenizer:
 
 
 class Scribe:
-    """What is asked of the model for each window of sound, in the language it is told or finds in the first one."""
+    """Requests for windows of sound, in the language given, or the one detected in the first window."""
 
     def __init__(self, model: EncoderDecoder, tokenizer: Tokenizer, language: str | None, task: str) -> None:
         self.model, self.tokenizer, self.task = model, tokenizer, task
@@ -67,10 +67,10 @@ class Scribe:
         self.language = None if language is None else self.languages[language]
 
     def ask(self, frames: Tensor, beams: int) -> Request:
-        """For the text of one window."""
-        # Beyond the end come languages, tasks and times.
+        """The request for one window's text."""
+        # The ids after the end token are languages, tasks and timestamps.
         plain = Strategy(suppress=range(self.end + 1, self.model.config.vocab_size))
-        # Half of the positions are for text, as OpenAI has it; the other half, for what was said before, is not used.
+        # Half of the positions are for the text, as in OpenAI's code. The other half, for earlier text, is not used.
         room = self.model.config.max_len // 2
         prompt = self._prompt(frames)
         return Request(source=frames, prompt=prompt, max_new_tokens=room, strategy=plain, eos=self.end, beams=beams)
@@ -79,18 +79,18 @@ class Scribe:
         if self.english_only:
             return [self.start, self.plain]
         if self.language is None:
-            self.language = self._hear(frames)
+            self.language = self._detect_language(frames)
         return [self.start, self.language, self.tokenizer.id(f"<|{self.task}|>"), self.plain]
 
-    def _hear(self, frames: Tensor) -> int:
-        """The language: the likeliest of them as the first token."""
+    def _detect_language(self, frames: Tensor) -> int:
+        """The language whose token is the likeliest first one."""
         device, ids = next(self.model.parameters()).device, list(self.languages.values())
         with torch.no_grad():
             logits = self.model(frames[None].to(device), torch.tensor([[self.start]], device=device))[0, -1]
         return ids[int(logits[ids].argmax())]
 
     def requests(self, sound: Tensor, beams: int = 1) -> Iterator[Request]:
-        """One for each window of a sound of any length."""
+        """A request for each window of a sound of any length."""
         config = self.model.config
         window = 2 * HOP * config.max_source_len  # samples; the second convolution halves the frames
         for piece in sound.split(window):

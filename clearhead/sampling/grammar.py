@@ -1,7 +1,6 @@
-"""Text that must match: a regular expression, a JSON schema or one of a list of choices, whatever the model would rather say.
+"""Constrained output: the text must match a regular expression, a JSON schema, or one of several choices.
 
-The matching is llguidance's, over the vocabulary that vocabularies.py makes ready for it. A grammar speaks of
-`tokenizer.decode` of the new ids, as one whole text.
+llguidance does the matching, over the tokens' bytes from vocabulary.py. What must match is `tokenizer.decode` of all new ids.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from clearhead.sampling.vocabulary import library, literal, vocabulary_of
 
 Schema = Mapping[str, Any] | bool | str
 
-# Any spelling of a text may be chosen, not only the one that the tokenizer itself would give.
+# Any way to spell a text in tokens is allowed, not only the tokenizer's own.
 _HEAD = '%llguidance {"no_forcing": true}\n'
 # Room for deep indentation. Without a limit a small model can fill its whole context with line breaks.
 _SPACES = r"[ \t\r\n]{1,64}"
@@ -32,10 +31,10 @@ _STUCK = "the vocabulary has no token for what must come next"
 
 
 class Grammar:
-    """What a text must match, made ready for one tokenizer's vocabulary; shared by many texts.
+    """What a text must match, compiled for one tokenizer; many texts may share it.
 
-    `vocab_size` is the model's, where it has more rows than the tokenizer has tokens; `ends` are the ids that end a text,
-    the tokenizer's eos where none are given.
+    `vocab_size` is the model's, which may be larger than the tokenizer's. `ends` are the ids that end a text; without them, the
+    tokenizer's eos.
     """
 
     def __init__(self, rules: str, what: str, tokenizer: Tokenizer, vocab_size: int | None, ends: Sequence[int] | None):
@@ -77,7 +76,7 @@ class Grammar:
     ) -> Grammar:
         """The text is JSON that `schema` (an object, or its JSON) accepts; {} and True accept any JSON.
 
-        Properties come in the schema's order. A key that the schema does not name may come twice.
+        Properties come in the schema's order. A key that is not in the schema may come twice.
         """
         what = f"JSON schema {schema if isinstance(schema, str) else str(schema)!s:.200}"
         read: Any = _read_json(schema, what)
@@ -89,7 +88,7 @@ class Grammar:
         written = {"whitespace_pattern": _SPACES, "json_allowed_escapes": vocabulary.escapes()}
         schema_text = json.dumps({"x-guidance": written, **known})
         lib = library()
-        # Asked for alone first: its reason then stands without our rules around it.
+        # Compiled alone first: its error message then has none of our own rules in it.
         check = lib.LLMatcher(
             vocabulary.handle,
             lib.LLMatcher.grammar_from_json_schema(schema_text),
@@ -104,7 +103,7 @@ class Grammar:
             raise InputError(
                 f"{what} describes only values without end: each holds another; make the inner one optional"
             )
-        # JSON never starts with a space, so the one that decoding takes off is no part of it.
+        # JSON never starts with a space: the one that decoding removes is not part of it.
         space = '" "? ' if vocabulary.loses_space else ""
         return cls(f"start: {space}json\njson: %json {schema_text}", what, tokenizer, vocab_size, ends)
 
@@ -131,34 +130,36 @@ class Grammar:
         return cls(rules, f"choice of {list(texts)!r:.200}", tokenizer, vocab_size, ends)
 
     def start(self) -> Constraint:
-        """A text that has not begun."""
+        """The state of a text without tokens."""
         return Constraint(self, self._matcher.deep_copy())
 
 
 class Constraint:
-    """How far one text has come."""
+    """The state of one text: which tokens may come next."""
 
     def __init__(self, grammar: Grammar, matcher: Any) -> None:
         self._grammar = grammar
         self._matcher = matcher
-        self._seen: tuple[npt.NDArray[np.bool_], bool] | None = None  # what `_look` found, until the next token
+        self._seen: tuple[npt.NDArray[np.bool_], bool] | None = (
+            None  # the result of `_allowed_next`, until the next token
+        )
         self._has_ended = False
 
     def allowed(self) -> Bool[Tensor, " V"]:
-        """Which tokens may come next, on the CPU; the ends may exactly where the text may stop.
+        """Which tokens may come next, on the CPU. Ends are allowed exactly where the text may stop.
 
-        InputError where none may, which can happen if the vocabulary lacks a character that the grammar asks for.
+        InputError if none is allowed: the vocabulary may lack a character that the grammar requires.
         """
-        return torch.from_numpy(self._look()[0].copy())
+        return torch.from_numpy(self._allowed_next()[0].copy())
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing but the end may follow."""
-        return self._look()[1]
+        """Whether the text is complete: only an end may follow."""
+        return self._allowed_next()[1]
 
     def push(self, token: int) -> None:
-        """Goes on by one token; InputError for one that is not allowed, which changes nothing."""
-        may = self._look()[0]
+        """Append a token; InputError, and no change, if it is not allowed."""
+        may = self._allowed_next()[0]
         if not (0 <= token < len(may) and may[token]):
             raise InputError(
                 f"token {token} may not come here under {self._grammar.what}; choose one that `allowed` names"
@@ -170,22 +171,22 @@ class Constraint:
         self._seen = None
 
     def fork(self) -> Constraint:
-        """An independent copy, for another text that begins like this one."""
+        """An independent copy, for another text with the same tokens so far."""
         other = Constraint(self._grammar, self._matcher.deep_copy())
         other._seen, other._has_ended = self._seen, self._has_ended
         return other
 
-    def _look(self) -> tuple[npt.NDArray[np.bool_], bool]:
-        """What may come next, and whether that is the end alone.
+    def _allowed_next(self) -> tuple[npt.NDArray[np.bool_], bool]:
+        """Which tokens may come next, and whether only an end may.
 
-        In numpy, because torch splits even this little over its threads: 0.1 ms for one `any`, 30 ms on a busy machine.
+        In numpy, because torch splits even this little work over its threads: 0.1 ms for one `any`, 30 ms on a busy machine.
         """
         if self._seen is None:
             may = np.zeros(self._grammar.vocab_size, dtype=np.bool_)
             has_more = False
             if not self._has_ended:
                 bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-                n = min(len(may), self._grammar.n_tokens)  # without the library's own end
+                n = min(len(may), self._grammar.n_tokens)  # without llguidance's own end token
                 may[:n] = np.unpackbits(bits, bitorder="little", count=n)
                 may[self._grammar.ends] = False
                 has_more = bool(may.any())
@@ -204,7 +205,7 @@ class Constraint:
 
 
 def _goes_on(state: Constraint, steps: int) -> bool:
-    """Whether tokens may follow for some steps. Where many may, one will surely do, and no more is looked at."""
+    """Whether the text can continue for some steps. With more than 8 allowed tokens, one is assumed to work."""
     try:
         choices = state.allowed().nonzero().flatten().tolist()
     except InputError as error:
@@ -220,7 +221,7 @@ def _goes_on(state: Constraint, steps: int) -> bool:
 
 
 def _text(text: Any, what: str) -> str:
-    """The text, if it is one that can be written."""
+    """The text, if it is a valid str."""
     if not isinstance(text, str):
         raise InputError(f"{what} must be a str, not {type(text).__name__}: {text!r:.60}; write it as text")
     try:
@@ -233,7 +234,7 @@ def _text(text: Any, what: str) -> str:
 
 
 def _read_json(schema: Any, what: str) -> Any:
-    """The schema as JSON holds it, from its text or from Python's objects."""
+    """The schema as parsed JSON, from a JSON text or from Python objects."""
     try:
         return json.loads(schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False))
     except (ValueError, TypeError, RecursionError) as error:
@@ -241,7 +242,7 @@ def _read_json(schema: Any, what: str) -> Any:
 
 
 def _reason(matcher: Any) -> str:
-    """The library's own words, on one line, without the excerpt of a grammar that the user has never seen."""
+    """llguidance's error message on one line, without its excerpt of our generated grammar."""
     message = re.split(r"\n +1 \| |\n<non-verbose/>", matcher.get_error())[0]
     for mark in ("(in regex): ", "regex parse error:", "\nerror: ", "failed to compile JSON schema: "):
         message = message.rpartition(mark)[2]

@@ -1,4 +1,4 @@
-"""What a JSON schema says of itself before any text is written under it."""
+"""Checks of a JSON schema before it is compiled to a grammar."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from urllib.parse import unquote
 
 
 def is_endless(schema: dict[str, Any]) -> bool:
-    """Whether a schema asks, through its references, for a value inside a value and so on for ever."""
+    """Whether no finite value satisfies the schema, because its references require a value inside a value without end."""
     targets = {
         reference: _follow(schema, reference)
         for part in _parts(schema)
         if isinstance(reference := part.get("$ref"), str)
     }
-    ending: set[str] = set()  # the references known to have a value that ends
+    ending: set[str] = set()  # references known to have a finite value
 
     def ends(node: Any) -> bool:
         if not isinstance(node, dict):
@@ -41,7 +41,7 @@ def is_endless(schema: dict[str, Any]) -> bool:
 
 
 def spelled_texts(schema: dict[str, Any]) -> Iterator[str]:
-    """The texts that a schema itself spells: names of properties, strings to choose from."""
+    """The strings that a schema requires: property names, enum and const values."""
     for part in _parts(schema):
         named: Any = part.get("properties")
         spelled = [*_listed(part, "required"), *_listed(part, "enum"), part.get("const")]
@@ -50,7 +50,7 @@ def spelled_texts(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def _parts(node: Any) -> Iterator[dict[str, Any]]:
-    """Every object in it, from the outside in."""
+    """Every object in the schema, outer ones first."""
     if isinstance(node, dict):
         part = cast("dict[str, Any]", node)
         yield part
@@ -66,7 +66,7 @@ def _listed(part: dict[str, Any], word: str) -> list[Any]:
 
 
 def _follow(schema: Any, reference: str) -> Any:
-    """What a JSON pointer within the schema points at; True, which ends, for other kinds of reference."""
+    """The part of the schema that a JSON pointer names; True, a finite schema, for other kinds of reference."""
     if reference != "#" and not reference.startswith("#/"):
         return True
     for step in unquote(reference).split("/")[1:]:

@@ -1,4 +1,4 @@
-"""A tokenizer's tokens as the bytes that they add to a text, ready for llguidance to walk."""
+"""A tokenizer's tokens as the bytes that they add to a text, in the form that llguidance takes."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from clearhead.data.tokenizer import BYTE_PIECE, Tokenizer
 from clearhead.data.tokenizer_parts import byte_alphabet
 from clearhead.errors import InputError, MissingExtraError
 
-# The decoders under which a token is the same bytes wherever it stands, but for the first space of a text.
+# Decoders under which a token has the same bytes at every place, except for a space at the start of a text.
 _LOCAL = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Sequence", "Strip"}
-# The bytes that all characters beyond ASCII are made of, but for planes of Unicode that are empty or for private use.
+# The bytes of all characters beyond ASCII, except for Unicode planes that are empty or private.
 _BEYOND_ASCII = {*range(0x80, 0xC0), *range(0xC2, 0xF1)}
 _ASCII = {"\t", "\n", "\r", *map(chr, range(0x20, 0x7F))}
 
 
 class Vocabulary:
-    """A tokenizer's tokens as bytes, in the structure that llguidance walks, and what they can and cannot write."""
+    """A tokenizer's tokens as bytes, in llguidance's structure, and which texts they can spell."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         lib = library()
         tokens, self.loses_space = spell(tokenizer)
         self.has_beyond_ascii = _BEYOND_ASCII.issubset(token[0] for token in tokens if len(token) == 1)
         if not self.has_beyond_ascii:
-            # Half a character is no way to begin one, if nothing can finish it.
+            # A part of a character must not be generated if no token can complete it.
             tokens = [token if _as_text(token) is not None else b"" for token in tokens]
         texts = {text for token in tokens if (text := _as_text(token))}
         alone = {text for text in texts if len(text) == 1}
@@ -40,11 +40,11 @@ class Vocabulary:
         return self.has_beyond_ascii and char > "\x7f"
 
     def lacks(self, text: str) -> str:
-        """The first character of a text that no token holds, or ""."""
+        """The first character of a text that no token contains, or ""."""
         return next((c for c in text if c not in self._chars and not self._is_beyond(c)), "")
 
     def check(self, text: str, what: str) -> None:
-        """InputError where `what` asks for a text that cannot be written: said now, not halfway through that text."""
+        """InputError if `what` requires a text that the tokens can not spell."""
         if lacking := self.lacks(text):
             raise InputError(
                 f"{what} asks for {text!r:.100}, but no token of this vocabulary of {self.size} has {lacking!r}; "
@@ -52,11 +52,11 @@ class Vocabulary:
             )
 
     def escapes(self) -> str:
-        """The letters that may follow a backslash in JSON, so that no escape begins that cannot be finished."""
+        """The letters that may follow a backslash in JSON: those whose escapes the tokens can complete."""
         return "".join(c for c in 'nrbtf\\"u' if not self.lacks(c + "0123456789abcdefABCDEF" * (c == "u")))
 
     def rules(self, terminal: str) -> str:
-        """A grammar for `terminal`, cut down to what can be written and shifted by the space that decoding takes off."""
+        """A grammar for `terminal`, limited to texts that the tokens can spell; allows for the space that decoding removes."""
         if self.loses_space:
             terminal = f'(" " {terminal} | ({terminal} & /([^ ](?s:.)*)?/))'
         if not (self.has_beyond_ascii and _ASCII.issubset(self._alone)):
@@ -67,7 +67,7 @@ class Vocabulary:
 
 
 class _Words:
-    """What llguidance asks of a tokenizer. Its end is a token of its own behind all others, which no model has."""
+    """The tokenizer interface of llguidance. Its end token is an extra one after all others, which no model has."""
 
     bos_token_id = None
 
@@ -75,7 +75,7 @@ class _Words:
         self.tokens, self.eos_token_id, self.special_token_ids = [*tokens, b"<end>"], len(tokens), [len(tokens)]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return []  # asked for only to force tokens, which the grammars turn off
+        return []  # used only to force tokens, which our grammars turn off
 
 
 _VOCABULARIES: WeakKeyDictionary[Tokenizer, Vocabulary] = WeakKeyDictionary()
@@ -89,7 +89,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
 
 
 def spell(tokenizer: Tokenizer) -> tuple[list[bytes], bool]:
-    """Each id's bytes inside a text, b"" where it is no text, and whether a text loses a space at its very start."""
+    """Each id's bytes inside a text, b"" for ids without text; and whether decoding removes a space at the start of a text."""
     decoder: Any = tokenizer.target_core.decoder
     kinds: set[str] = _kinds(json.loads(decoder.__getstate__())) if decoder else set()
     if decoder is None or not kinds <= _LOCAL:
@@ -113,7 +113,7 @@ def spell(tokenizer: Tokenizer) -> tuple[list[bytes], bool]:
             shifted[id] = not decoder.decode([name, "a"]).startswith(" " * spaces)
     loses_space = any(shifted.values())
     for id, is_shifted in shifted.items():
-        if is_shifted != loses_space:  # where the vocabulary's own sign for a space differs from a plain one
+        if is_shifted != loses_space:  # a space written in another way than the vocabulary's own sign
             tokens[id] = b""
     return tokens, loses_space
 

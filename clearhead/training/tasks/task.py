@@ -22,6 +22,7 @@ from clearhead.kernels import Packed
 from clearhead.kernels.cross_entropy import IGNORED, cross_entropy
 from clearhead.models import Model
 from clearhead.quantization.float8 import Float8Head
+from clearhead.sampling import token_ids
 from clearhead.training.recipe import Recipe
 from clearhead.training.report_figures import AttentionPicture
 
@@ -162,10 +163,5 @@ def pad(
 
     Rows that are added for `rounding` have one real token, since attention needs at least one.
     """
-    lengths = [len(row) for row in rows]
-    height, width = (-(-size // to) * to for size, to in zip((len(rows), max(lengths)), rounding, strict=True))
-    out = np.full((height, width), value, dtype=np.int64)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = row
-    real = torch.arange(width) < torch.tensor(lengths + [1] * (height - len(rows)))[:, None]
-    return torch.from_numpy(out), real
+    tokens, real = token_ids.pad(rows, value, rounding)
+    return torch.from_numpy(tokens), torch.from_numpy(real)
