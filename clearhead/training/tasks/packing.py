@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clearhead.layers.masks import across, packed, packed_at
+from clearhead.layers.packing import across, packed, packed_at
 from clearhead.models import EncoderDecoder
 
 SPARE = 64  # tokens of a row that are reserved for filler texts, so that each has at least one token on both sides
