@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def print_sites(model: Model, pattern: str = "", *, form: Form = "table") -> None:
     """All sites, or those that match a pattern. Without a pattern, layers with the same shapes share a row of the table."""
     from clearhead.inside import sites
-    from clearhead.inside.probe import find_sites
+    from clearhead.inside.sites import find_sites
 
     known = sites(model)
     sizes = {site: spell_sizes(site, known[site], model.config) for site in find_sites(pattern or "*", list(known))}

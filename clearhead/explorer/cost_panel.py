@@ -19,7 +19,7 @@ from clearhead.explorer.fields import Fields
 from clearhead.explorer.forward_passes import ForwardPasses
 from clearhead.explorer.model_inputs import MAX_TOKENS
 from clearhead.explorer.wire_format import pack
-from clearhead.inside.probe import eval_mode
+from clearhead.inside.sites import eval_mode
 
 MAX_LENGTH = 2**24  # tokens, of a forecast
 MAX_SIZES = {"n_layers": 1024, "d_model": 2**17, "n_heads": 1024, "d_ff": 2**20}

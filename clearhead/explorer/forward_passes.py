@@ -19,7 +19,8 @@ from clearhead.generation.decoding import run_requests
 from clearhead.inside.ablation_sweep import attentions_of, n_heads_of
 from clearhead.inside.head_scores import copied_tokens
 from clearhead.inside.interventions import Intervention, intervene, mean, patch, zero
-from clearhead.inside.probe import Seen, eval_mode, probe
+from clearhead.inside.probe import Seen, probe
+from clearhead.inside.sites import eval_mode
 from clearhead.models import Encoder, EncoderDecoder
 from clearhead.models.encoder_decoder import source_mask
 

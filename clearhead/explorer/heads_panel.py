@@ -23,14 +23,8 @@ from clearhead.inside.heatmap import max_pool
 from clearhead.inside.probe import Seen
 
 MAX_CELLS = 1024  # of a map, on a side
-SCORES = (
-    "head",
-    "previous",
-    "first",
-    "induction",
-    "entropy",
-    "alignment",
-)  # the fields of HeadScore that the page shows
+# The fields of HeadScore that the page shows.
+SCORES = ("head", "previous", "first", "induction", "entropy", "alignment")
 
 Box = tuple[int, int, int, int]  # first row, end, first column, end
 

@@ -15,9 +15,8 @@ from clearhead.version import __version__
 
 RUN = {"model": "seen", "text": "", "target": None, "second": None, "changes": []}  # what the page asks about
 
-Groups = dict[
-    str, list[str]
-]  # the attentions seen, by the names the page has for them: attention, or encoder, decoder, cross
+# The attentions seen, by the page's names for them: attention, or encoder, decoder, cross.
+Groups = dict[str, list[str]]
 
 
 class Frame:

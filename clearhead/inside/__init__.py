@@ -1,7 +1,8 @@
 """Interpretability: record what a model computes, change it, and measure what depends on it.
 
-probe.py           sites, and `probe`, which records them while the model runs
-interventions.py   `intervene`: zero, scale, mean, patch, add
+sites.py           the places in a model that can be recorded and changed
+probe.py           `probe`: record them while the model runs
+interventions.py   `intervene`: zero, scale, mean, patch, add; site_selection.py: of which rows and tokens
 logit_lens.py      what the model would predict after each layer
 attribution.py     a logit as a sum over heads and layers; saliency of input tokens
 head_scores.py     where each head attends: entropy, previous token, induction, alignment ...
@@ -21,9 +22,10 @@ from clearhead.inside.head_scores import HeadScore, copied_tokens, entropy, head
 from clearhead.inside.interventions import Intervention, add, intervene, mean, patch, scale, zero
 from clearhead.inside.logit_lens import logit_lens
 from clearhead.inside.neighbours import neighbours
-from clearhead.inside.probe import Seen, probe, sites
+from clearhead.inside.probe import Seen, probe
 from clearhead.inside.pruning import Savings, head_seconds, prune, savings
 from clearhead.inside.rollout import attention_rollout
+from clearhead.inside.sites import sites
 
 __all__ = [
     "Attribution",

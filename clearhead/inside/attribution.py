@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from clearhead.errors import InputError
 from clearhead.inside.logit_lens import check_head, head_stack
-from clearhead.inside.probe import Seen, eval_mode, probe
+from clearhead.inside.probe import Seen, probe
+from clearhead.inside.sites import eval_mode
 from clearhead.kernels import Packed
 from clearhead.layers.attention import MultiHeadAttention
 from clearhead.layers.embedding import TokenEmbedding, TokenHead

@@ -19,7 +19,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from clearhead.errors import InputError
-from clearhead.inside.probe import Seen, eval_mode, probe, sites
+from clearhead.inside.probe import Seen, probe
+from clearhead.inside.sites import eval_mode, sites
 from clearhead.models import Model
 from clearhead.models.encoder import real_of
 

@@ -29,40 +29,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from clearhead.errors import InputError
-from clearhead.inside.probe import (
-    ALL,
-    ATTENTION,
-    AttentionInputs,
-    Heads,
-    Seen,
-    blocks_of,
-    entry_of,
-    find_sites,
-    heads_of,
-    lay_out,
-    select_inputs,
-    sites,
-    uncompiled,
+from clearhead.inside.probe import ALL, AttentionInputs, Heads, Seen, heads_of, lay_out, select_inputs
+from clearhead.inside.site_selection import (
+    Batch,
+    Positions,
+    SiteCall,
+    as_indices,
+    chosen_rows,
+    chosen_tokens,
+    fit_value,
+    over_tokens,
 )
+from clearhead.inside.sites import ATTENTION, blocks_of, entry_of, find_sites, sites, uncompiled
 from clearhead.layers.attention import Attend, Lowered, facts_of, masked_softmax
 from clearhead.layers.cache import LayerCache
 from clearhead.layers.masks import ABSENT, Mask
-
-Batch = int | Sequence[int] | Bool[Tensor, " B"] | None  # None: all
-Positions = int | Sequence[int] | slice | Bool[Tensor, "B T"] | None
-
-
-@dataclass(frozen=True)
-class SiteCall:
-    """A site in one call: its name, and the position of each of its rows in the text."""
-
-    site: str
-    positions: Int[Tensor, "_ T"]
-
 
 Change = Callable[[Tensor, SiteCall], Tensor]
 
@@ -87,12 +72,12 @@ class Intervention:
         """Which elements of x are changed, as booleans that broadcast over it; None: all."""
         terms: list[Tensor] = []
         if self.batch is not None:
-            terms.append(_rows(self.batch, x, call.site).view(-1, *(1,) * (x.ndim - 1)))
+            terms.append(chosen_rows(self.batch, x, call.site).view(-1, *(1,) * (x.ndim - 1)))
         if self.positions is not None:
-            terms.append(_over(_tokens(self.positions, x, call), x))
+            terms.append(over_tokens(chosen_tokens(self.positions, x, call), x))
         if self.head is not None:
             heads = heads_of(self.head, x.shape[1], call.site)
-            terms.append(torch.isin(torch.arange(x.shape[1], device=x.device), _numbers(heads, x)).view(1, -1, 1, 1))
+            terms.append(torch.isin(torch.arange(x.shape[1], device=x.device), as_indices(heads, x)).view(1, -1, 1, 1))
         if not terms:
             return None
         chosen = terms[0]
@@ -141,7 +126,7 @@ def mean(
     def change(x: Tensor, call: SiteCall) -> Tensor:
         if of is not None:
             return _value(of, call.site).to(x).mean((0, -2), keepdim=True)
-        real = _over(call.positions != ABSENT, x).expand(len(x), *(-1,) * (x.ndim - 1)).to(x)
+        real = over_tokens(call.positions != ABSENT, x).expand(len(x), *(-1,) * (x.ndim - 1)).to(x)
         return (x * real).sum((0, -2), keepdim=True) / real.sum((0, -2), keepdim=True)
 
     return Intervention(pattern=site, change=change, head=head, batch=batch, positions=positions, source=_source(of))
@@ -156,7 +141,7 @@ def patch(
     """
 
     def change(x: Tensor, call: SiteCall) -> Tensor:
-        new, there = _fit(_value(value, call.site), x, call)
+        new, there = fit_value(_value(value, call.site), x, call)
         return torch.where(there, new, x)
 
     return Intervention(pattern=site, change=change, head=head, batch=batch, positions=positions, source=_source(value))
@@ -168,7 +153,7 @@ def add(
     """Add a vector, such as a steering vector at a `residual`, or any value that fits the site as in `patch`."""
 
     def change(x: Tensor, call: SiteCall) -> Tensor:
-        new, there = _fit(_value(vector, call.site), x, call)
+        new, there = fit_value(_value(vector, call.site), x, call)
         return torch.where(there, x + new, x)
 
     return Intervention(
@@ -297,67 +282,6 @@ def _positions(x: Tensor, lowered: Mask | Lowered | None, cache: Any) -> Int[Ten
         return mask.keys[:, -x.shape[1] :]
     start = cache.step.start if isinstance(cache, LayerCache) else 0
     return torch.arange(start, start + x.shape[1], device=x.device)[None]
-
-
-def _over(tokens: Tensor, x: Tensor) -> Tensor:
-    """Values per token, shaped to broadcast over x."""
-    return tokens[:, None, :, None] if x.ndim == 4 else tokens[..., None]
-
-
-def _numbers(numbers: Sequence[int], x: Tensor) -> Int[Tensor, " n"]:
-    return torch.tensor(list(numbers), device=x.device, dtype=torch.int64)
-
-
-def _rows(batch: int | Sequence[int] | Tensor, x: Tensor, site: str) -> Bool[Tensor, " B"]:
-    if isinstance(batch, Tensor) and batch.dtype == torch.bool:
-        if batch.shape != x.shape[:1]:
-            raise InputError(
-                f"{site!r} has {len(x)} rows, but batch= is of shape {tuple(batch.shape)}; give one boolean a row"
-            )
-        return batch.to(x.device)
-    rows = [batch] if isinstance(batch, int) else [int(row) for row in batch]
-    if any(not -len(x) <= row < len(x) for row in rows):
-        raise InputError(f"{site!r} has rows 0 .. {len(x) - 1}; got batch={batch!r}; name some of these")
-    return torch.isin(torch.arange(len(x), device=x.device), _numbers([row % len(x) for row in rows], x))
-
-
-def _tokens(positions: int | Sequence[int] | slice | Tensor, x: Tensor, call: SiteCall) -> Bool[Tensor, "_ T"]:
-    at = call.positions
-    end = at.amax(-1, keepdim=True) + 1
-    if isinstance(positions, slice):
-        low, high, step = positions.start or 0, positions.stop, positions.step or 1
-        low = end + low if low < 0 else torch.full_like(end, low)
-        chosen = (at >= low) & ((at - low) % step == 0)
-        return chosen if high is None else chosen & (at < (end + high if high < 0 else high))
-    if isinstance(positions, Tensor) and positions.dtype == torch.bool:
-        if positions.shape != (len(x), x.shape[-2]):
-            raise InputError(
-                f"{call.site!r} has {(len(x), x.shape[-2])} (rows, tokens), but positions= is of shape "
-                f"{tuple(positions.shape)}; give one boolean a token of the call, or positions by number"
-            )
-        return positions.to(x.device)
-    numbers = [positions] if isinstance(positions, int) else [int(n) for n in positions]
-    chosen = torch.isin(at, _numbers([n for n in numbers if n >= 0], x))
-    return chosen | torch.isin(at - end, _numbers([n for n in numbers if n < 0], x))
-
-
-def _fit(value: Tensor, x: Tensor, call: SiteCall) -> tuple[Tensor, Tensor]:
-    """The value, shaped and cast as x, and the elements for which there is one."""
-    value, there = value.to(x), torch.ones((), dtype=torch.bool, device=x.device)
-    if value.ndim == x.ndim and value.shape[-2] not in (1, x.shape[-2]):
-        n, at = value.shape[-2], _over(call.positions, x)
-        there = (at >= 0) & (at < n)
-        value = torch.take_along_dim(value, at.clamp(0, n - 1), -2)
-    try:
-        fits = torch.broadcast_shapes(value.shape, x.shape) == x.shape
-    except RuntimeError:
-        fits = False
-    if not fits:
-        raise InputError(
-            f"{call.site!r} is {tuple(x.shape)} in this call, and a value of shape {tuple(value.shape)} does not fit it; "
-            f"take it from a run of as many rows, or give one vector of {x.shape[-1]}"
-        )
-    return value, there
 
 
 def _value(value: Tensor | Seen, site: str) -> Tensor:

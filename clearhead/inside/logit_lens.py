@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from clearhead.errors import InputError
-from clearhead.inside.probe import eval_mode, probe
+from clearhead.inside.probe import probe
+from clearhead.inside.sites import eval_mode
 from clearhead.models import Encoder, EncoderDecoder, Model
 from clearhead.models.stack import Stack
 

@@ -14,7 +14,6 @@ its graph and runs no hook either (the site is then "not reached"): call the mod
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -26,21 +25,10 @@ from torch import Tensor, nn
 
 from clearhead import viewers
 from clearhead.errors import InputError, did_you_mean
+from clearhead.inside.sites import ATTENTION, blocks_of, entry_of, find_sites, sites, uncompiled
 from clearhead.layers.attention import Attend, attention_scores, facts_of, masked_softmax
-from clearhead.layers.block import Block
 from clearhead.layers.masks import Mask
 from clearhead.layers.positions import Bias
-
-# The sites of an attention and of the rest of a block, with their shapes (legend in layers/).
-ATTENTION = {
-    "q": "(B, H, T, E)",
-    "k": "(B, K, S, E)",
-    "v": "(B, K, S, E)",
-    "scores": "(B, H, T, S)",
-    "weights": "(B, H, T, S)",
-    "out": "(B, H, T, E)",
-}
-OTHERS = {"feedforward.hidden": "(B, T, F)", "residual": "(B, T, D)"}
 
 Heads = int | Sequence[int] | None  # None: all
 Rows = int | slice
@@ -160,56 +148,6 @@ class Seen:
         return viewers.show_seen(self, tokens, columns, **options)
 
 
-def sites(model: nn.Module) -> dict[str, str]:
-    """Every site of a model in the order of the computation, with its shape (legend in layers/)."""
-    found: dict[str, str] = {}
-    for name, block in blocks_of(model).items():
-        if (entry := entry_of(name)) is not None:
-            found[entry] = "(B, T, D)"
-        steps = ("attention",) if block.cross is None else ("attention", "cross")
-        found |= {f"{name}.{step}.{part}": shape for step in steps for part, shape in ATTENTION.items()}
-        found |= {f"{name}.{place}": shape for place, shape in OTHERS.items()}
-    return found
-
-
-def entry_of(block: str) -> str | None:
-    """The name of the site before a stack's first block; None for any other block."""
-    return block.removesuffix("blocks.0") + "embedding" if block.endswith("blocks.0") else None
-
-
-def blocks_of(model: nn.Module) -> dict[str, Block]:
-    """A model's blocks by name, whether compiled or not."""
-    found = {name: module for name, module in model.named_modules() if isinstance(module, Block)}
-    return {".".join(part for part in name.split(".") if part != "_orig_mod"): block for name, block in found.items()}
-
-
-@contextmanager
-def uncompiled(model: nn.Module) -> Generator[None]:
-    """Run compiled modules, the model itself or its parts, uncompiled."""
-    whole = [module for module in model.modules() if module._compiled_call_impl is not None]  # pyright: ignore[reportPrivateUsage]
-    around = [module for module in model.modules() if "_orig_mod" in module._modules]  # pyright: ignore[reportPrivateUsage]
-    graphs = [module._compiled_call_impl for module in whole]  # pyright: ignore[reportPrivateUsage]
-    forwards = [module.forward for module in around]
-    try:
-        for module in whole:
-            module._compiled_call_impl = None  # pyright: ignore[reportPrivateUsage]
-        for module in around:
-            module.forward = module.get_submodule("_orig_mod").__call__
-        yield
-    finally:
-        for module, graph in zip(whole, graphs, strict=True):
-            module._compiled_call_impl = graph  # pyright: ignore[reportPrivateUsage]
-        for module, forward in zip(around, forwards, strict=True):
-            module.forward = forward
-
-
-def find_sites(pattern: str, known: Sequence[str]) -> list[str]:
-    matched = fnmatch.filter(known, pattern)
-    if not matched:
-        raise InputError(f"no site matches {pattern!r}; {did_you_mean(pattern, known)}")
-    return matched
-
-
 @contextmanager
 def probe(model: nn.Module, *patterns: str, head: Heads = None, rows: Rows = ALL) -> Generator[Seen]:
     """Record the sites whose names match a pattern (`*` matches anything). All hooks are removed afterwards.
@@ -318,15 +256,3 @@ def _keep_output(seen: Seen, name: str) -> Callable[..., None]:
 
 def _rows_of(x: Float[Tensor, "B T d"], rows: slice) -> Float[Tensor, "B t d"]:
     return x.detach() if rows == ALL else x[:, rows].detach().clone()
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Generator[None]:
-    """Without dropout inside; each module's mode is restored afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

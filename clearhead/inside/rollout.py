@@ -11,7 +11,8 @@ from torch import Tensor
 
 from clearhead.errors import InputError
 from clearhead.inside.head_scores import strips
-from clearhead.inside.probe import Seen, eval_mode, probe
+from clearhead.inside.probe import Seen, probe
+from clearhead.inside.sites import eval_mode
 from clearhead.models import EncoderDecoder, Model
 
 

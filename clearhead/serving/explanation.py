@@ -22,7 +22,8 @@ from clearhead.generation import Request, Token
 from clearhead.generation.engines import make_engine
 from clearhead.generation.texts import piece_name, stream_of
 from clearhead.inside import Intervention, Seen, intervene, mean, probe, sites, zero
-from clearhead.inside.probe import Heads, blocks_of, find_sites, heads_of
+from clearhead.inside.probe import Heads, heads_of
+from clearhead.inside.sites import blocks_of, find_sites
 from clearhead.models import Decoder, EncoderDecoder
 from clearhead.models.stack import Stack
 from clearhead.serving.model_worker import ModelWorker

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import clearhead as ch
 from clearhead.engine.engine import Engine
 from clearhead.engine.request import Request
-from clearhead.inside.probe import Seen, sites
+from clearhead.inside.probe import Seen
+from clearhead.inside.sites import sites
 from clearhead.layers.masks import causal
 from clearhead.models import Model
 
