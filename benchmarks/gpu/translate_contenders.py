@@ -58,7 +58,7 @@ def clearhead_translate(options: dict[str, Any]) -> tuple[Step, int]:
     import clearhead as ch
     from clearhead.data.batch_order import PackedOrder
     from clearhead.kernels.cross_entropy import IGNORED
-    from clearhead.training.tasks.packing import PackedShape, pack, pair_states
+    from clearhead.training.tasks.packed_pairs import PackedShape, pack, pair_states
     from clearhead.training.tasks.task import token_losses
 
     model: Any = ch.build(ch.preset("transformer-base", vocab_size=32000, dropout=0.0), device="cuda").train()

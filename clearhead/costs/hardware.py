@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-import resource
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -63,12 +61,3 @@ def _free_memory() -> int:
         lines = dict(line.split(":", 1) for line in table.read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # no /proc (macOS): all memory
-
-
-def peak_memory(device: torch.device | str = "cpu") -> int:
-    """The largest number of bytes held so far: on a GPU by torch's tensors, else by the whole process."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return held if sys.platform == "darwin" else held * 1024  # kilobytes on Linux

@@ -5,7 +5,7 @@ corpus.py                     shared: the tokenizer, trained or loaded; tokenise
 language_modeling.py          the next token, in windows of text (GPT)
 masked_language_modeling.py   masked tokens, in windows of text (BERT)
 translation.py                a target from a source
-packing.py                    pairs without padding
+packed_pairs.py               pairs without padding
 classification.py             a label for a text or a picture
 """
 

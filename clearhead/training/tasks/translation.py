@@ -23,7 +23,7 @@ from clearhead.models import EncoderDecoder, Model
 from clearhead.models.encoder_decoder import source_mask
 from clearhead.training.report_figures import AttentionPicture
 from clearhead.training.tasks.corpus import Corpus
-from clearhead.training.tasks.packing import PackedShape, can_pack, pack, pair_states
+from clearhead.training.tasks.packed_pairs import PackedShape, can_pack, pack, pair_states
 from clearhead.training.tasks.task import Batch, Facts, Losses, Rows, Sample, Task, pad, token_losses
 
 

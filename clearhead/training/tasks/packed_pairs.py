@@ -1,6 +1,6 @@
 """Packed batches of pairs: the sources one after the other in one row, the targets in another, without padding.
 
-Attention stays within each text (layers/masks.py), so a batch may hold texts of any lengths at the same cost. All batches have
+Attention stays within each text (layers/packing.py), so a batch may hold texts of any lengths at the same cost. All batches have
 one shape, so they are compiled or recorded once. Free space is filled with texts that are not predicted.
 """
 
