@@ -20,8 +20,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from clearhead import kernels
+from clearhead.engine.gpu_step import norms_of
 from clearhead.engine.kv_cache import Pool
-from clearhead.engine.native_support import is_supported, norms_of
+from clearhead.engine.native_support import is_supported
 from clearhead.kernels import decode_step, huge_pages, native
 from clearhead.kernels.decode_step import DecodeModel, DecodeStep, PositionTables, Table
 from clearhead.kernels.snapshot import Snapshot

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from clearhead.engine.gpu_step import norms_of
 from clearhead.kernels import decode_step, native
 from clearhead.kernels.snapshot import Snapshot
 from clearhead.layers.attention import Attend, MultiHeadAttention
@@ -41,11 +42,6 @@ def is_supported(model: Decoder | EncoderDecoder, stack: Stack, modules: list[nn
         and {model.config.kernel, *(each.kernel for each in modules if isinstance(each, Attend))} <= {"auto", "fused"}
         and _shapes_agree(model, stack)
     )
-
-
-def norms_of(block: Block) -> list[nn.Module]:
-    """In the order of the sublayers."""
-    return [norm for norm in (block.attention_norm, block.cross_norm, block.feedforward_norm) if norm is not None]
 
 
 def _parts_are_known(block: Block) -> bool:

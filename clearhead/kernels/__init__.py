@@ -4,6 +4,8 @@ One law holds for all of them: a fast path computes what the plain one does, or 
 
 checks.py         when a kernel of our own may replace torch's operators
 native.py         native.cpp and cpp/: C++ for the CPU, compiled on first use
+decode_step.py    a whole decode step of native.cpp: from last tokens to logits
+snapshot.py       whether the weights and attributes of modules have changed
 onednn.py         products of many rows on the CPU
 huge_pages.py     weights in 2 MB pages of memory
 packed.py         int8 and int4 weights in tiles

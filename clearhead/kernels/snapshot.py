@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 from torch.utils.hooks import RemovableHandle
 
-# Attributes of torch's modules that no forward of ours reads: shapes, mostly, which the weights have too.
+# Attributes that no forward reads, or that change only together with a weight's shape.
 SHAPES = {"in_features", "out_features", "normalized_shape", "elementwise_affine", "num_embeddings", "embedding_dim"}
-UNREAD = {"training", *SHAPES, "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"}
+PARTS = {"parts", "biased", "kept", "shape", "widths", "is_tiled"}  # of our own modules
+UNREAD = {"training", *SHAPES, *PARTS, "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"}
 
 Entries = list[tuple[dict[str, Any], str]]
 
@@ -37,7 +38,7 @@ class Snapshot:
         self.other_at = list(zip(*(entry for entry in entries if not isinstance(_get(entry), Tensor)), strict=True))
         self.tensors: list[Tensor] = self._get(self.tensor_at)
         self.others = self._get(self.other_at)
-        self.matrices = [tensor for tensor in self.tensors if tensor.ndim == 2]
+        self.matrices = [tensor for tensor in self.tensors if tensor.ndim == 2 and isinstance(tensor, nn.Parameter)]
         self.memory = self._memory()
         self.attributes: list[dict[str, Any]] = [vars(module) for module in modules]
         self.n_attributes = list(map(len, self.attributes))
