@@ -150,16 +150,16 @@ def test_a_failing_engine_tells_its_batch_and_serves_the_next(
         expected = await write()
         engine = worker.engine
         assert engine is not None
-        real, calls = engine.runner.write, 0
+        real, calls = engine.runner.decode, 0
 
-        def fails_once() -> Any:
+        def fails_once(*given: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls == 5:
                 raise RuntimeError("secret of the machine")
-            return real()
+            return real(*given)
 
-        monkeypatch.setattr(engine.runner, "write", fails_once)
+        monkeypatch.setattr(engine.runner, "decode", fails_once)
         both = await asyncio.gather(write(), write(), return_exceptions=True)
         assert all(isinstance(error, BrokenError) for error in both), both
         assert "secret" not in str(both)
@@ -186,7 +186,7 @@ def test_over_http_a_failing_engine_is_a_503(places: dict[str, Path], monkeypatc
         transport = httpx.ASGITransport(app=make_app({"gpt": worker}))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             assert worker.engine is not None
-            monkeypatch.setattr(worker.engine.runner, "write", lambda: 1 / 0)
+            monkeypatch.setattr(worker.engine.runner, "decode", lambda *_: 1 / 0)
             body = {**LONG, "max_tokens": 20}
             whole = await client.post("/v1/completions", json=body)
             assert whole.status_code == 503
