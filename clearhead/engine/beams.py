@@ -178,7 +178,7 @@ class BeamSearcher:
             group.beams.advance(rows, scores.view(group.beams.scores.dtype), tokens, parents)
 
     def finished(self) -> Iterator[tuple[Ticket, list[Hypothesis]]]:
-        """Searches that are over, and whose tickets do not know it yet, with their finished texts."""
+        """Searches that are over and not reported yet: their tickets and finished texts."""
         for group in self.groups.values():
             for place in np.flatnonzero(~group.beams.is_open).tolist():
                 ticket = group.sequences[place].ticket

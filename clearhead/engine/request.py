@@ -67,7 +67,7 @@ class Ticket:
         self.scores: list[float] = []  # their log-probabilities, if asked for
         self.alternatives: list[tuple[tuple[int, float], ...]] = []
         self.n_shown = 0  # the first of these are the text; the rest ended it, or may become part of a stop sequence
-        self.n_reported = 0  # of the shown ones, those that `Engine.step` has returned
+        self.n_reported = 0  # shown tokens that `Engine.step` has returned
         self.hypotheses: list[Hypothesis] = []  # once it is done
         self.trace: list[list[Candidate]] = []
         self.reason: Reason | None = None

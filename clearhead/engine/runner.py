@@ -44,7 +44,7 @@ class ModelRunner:
     the slot of each of its tokens, so that one beam continues another by copying its path. Without paths beams share blocks, and
     a block is copied before a beam writes to it.
 
-    The model is held weakly: who keeps a runner for later does not keep its model alive.
+    On a GPU the model is held weakly, so that a runner that is kept for later does not keep its model alive.
     """
 
     def __init__(

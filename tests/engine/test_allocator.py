@@ -1,4 +1,4 @@
-"""Who holds which block: any order of coming, growing, parting and leaving, against plain dicts and lists."""
+"""The block allocator in random order of arrival, growth, sharing and freeing, against plain dicts and lists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK = 3
 
 
 class Holder:
-    """A text of some rows, as a search has them: the blocks of each, and what it may still take."""
+    """A text of some rows, as a search has them: the blocks of each, and how many it may still allocate."""
 
     def __init__(self, number: int, tokens: list[int], rows: list[list[int]], left: int) -> None:
         self.number, self.tokens, self.rows, self.left = number, tokens, rows, left
@@ -21,7 +21,7 @@ class Holder:
 
 
 class Plain:
-    """The same book-keeping done slowly: references are counted by looking, beginnings known by their whole tokens."""
+    """The same bookkeeping done slowly: references are counted in the rows, and prefixes are known by all their tokens."""
 
     def __init__(self, n_blocks: int) -> None:
         self.n_blocks = n_blocks
@@ -51,13 +51,13 @@ class Plain:
                 self.known[name] = block
 
     def evict(self, n: int) -> None:
-        """As many as are needed for n to be free, the longest unused first."""
+        """Evict until n blocks are free, the least recently used first."""
         while self.n_free() < n:
             block = self.kept.pop(0)
             self.known = {name: known for name, known in self.known.items() if known != block}
 
     def drop(self, blocks: list[int]) -> None:
-        """These were named by rows that are gone: what nobody names is its taker's to take anew, or free."""
+        """Rows with these blocks are gone: blocks in no row are credited to their owner, or free."""
         for block in dict.fromkeys(reversed(blocks)):
             if self.refs(block) == 0:
                 for holder in self.holders:
@@ -90,14 +90,14 @@ def take(allocator: BlockAllocator, plain: Plain, holder: Holder, n: int) -> lis
     plain.evict(n)
     before = plain.held() | set(plain.kept)
     taken = allocator.allocate([holder.number] * n).tolist()
-    assert len({*taken} - before - {0}) == n  # nobody's before, and each once
+    assert len({*taken} - before - {0}) == n  # free before, and each once
     holder.left -= n
     holder.took |= set(taken)
     return taken
 
 
 def come(allocator: BlockAllocator, plain: Plain, rng: random.Random) -> int:
-    """A text that begins like others, and may grow by some blocks in each of some rows."""
+    """A text with a prefix that others have, and room to grow by some blocks in each of its rows."""
     tokens = [7 * rng.randrange(2)] * rng.randrange(14) + [rng.randrange(2) for _ in range(rng.randint(1, 4))]
     found = allocator.find_prefix(tokens)
     assert found == plain.find(tokens)
@@ -129,7 +129,7 @@ def grow(allocator: BlockAllocator, plain: Plain, rng: random.Random) -> None:
 
 
 def part(allocator: BlockAllocator, plain: Plain, rng: random.Random) -> None:
-    """Rows go on from each other's blocks, as beams do."""
+    """Rows continue each other's blocks, as beams do."""
     holder = rng.choice(plain.holders)
     new = [rng.choice(holder.rows) for _ in holder.rows]
     old, holder.rows = holder.rows, [list(row) for row in new]
@@ -172,11 +172,11 @@ def test_any_order(seed: int, n_blocks: int) -> None:
     assert (allocator.n_used, allocator.n_reserved, allocator.n_available) == (0, 0, n_blocks - 1)
 
 
-def test_a_beginning_goes_last() -> None:
-    """Of one text the end makes room first: what is left of it is still found."""
+def test_a_prefix_loses_its_last_blocks_first() -> None:
+    """The last blocks of a text are evicted first: the rest is still found."""
     allocator = BlockAllocator(8, BLOCK, max_reservations=1)
     rng = random.Random(0)
-    for _ in range(20):  # in whatever order its blocks were free
+    for _ in range(20):  # in any order of its blocks
         tokens = [rng.randrange(99) for _ in range(13)]
         holder = allocator.reserve(5)
         row = allocator.allocate([holder] * 5)[np.array(rng.sample(range(5), 5))]
@@ -191,7 +191,7 @@ def test_a_beginning_goes_last() -> None:
         allocator.cancel([holder])
 
 
-def test_nothing_is_known_unless_kept() -> None:
+def test_without_a_prefix_cache() -> None:
     allocator = BlockAllocator(8, BLOCK, max_reservations=1, prefix_cache=False)
     holder = allocator.reserve(2)
     row = allocator.allocate([holder] * 2)
@@ -207,12 +207,12 @@ def test_nothing_is_known_unless_kept() -> None:
     ("tokens", "n"),
     [
         ([1, 2, 3, 4, 5, 6, 7], 2),
-        ([1, 2, 3, 4, 5, 6], 1),  # the last token is read anew
+        ([1, 2, 3, 4, 5, 6], 1),  # the last token is always computed
         ([1, 2, 3, 4], 1),
         ([1, 2, 3], 0),
         ([], 0),
         ([1, 2, 3, 4, 5, 9, 7], 1),
-        ([9, 2, 3, 4, 5, 6, 7], 0),  # the second block's own tokens, after another beginning
+        ([9, 2, 3, 4, 5, 6, 7], 0),  # the same second block, after another first one
         ([4, 5, 6, 7], 0),
         ([1, 2, 3, 4, 5, 6, 7, 8, 9, 9], 2),
     ],

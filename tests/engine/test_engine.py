@@ -1,4 +1,4 @@
-"""The engine: each request is written as if it were alone, whoever comes and goes, and no block is lost."""
+"""The engine: each request gets the text that it gets alone, whatever else joins and leaves, and no block is lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_LEN, SOURCE = 89, 40
 
 @functools.cache
 def model_of(name: str, dtype: torch.dtype | None = None) -> Any:
-    """Room for several blocks, and several ends, so that many texts end early."""
+    """A tiny model with room for several blocks, and several end tokens, so that many texts end early."""
     model: Any = tiny(name, dtype=dtype or DTYPES.get(name, EXACT)[0], max_len=MAX_LEN)
     model.generation = Generation(decoder_start=1, bos=1, eos=tuple(ENDS))
     return model
@@ -45,7 +45,7 @@ def is_pair(model: Any) -> bool:
 
 @functools.cache
 def tokenizer() -> Tokenizer:
-    """As many pieces as the tiny models have ids; those of ENDS write nothing that a grammar asks for."""
+    """One piece for each id of the tiny models; the pieces of ENDS occur in no grammar here."""
     words = {f"<{id}>" if id in ENDS else chr(ord("A") + id): id for id in range(53)}
     core = tokenizers.Tokenizer(models.WordLevel(words, "A"))
     core.decoder = decoders.Fuse()
@@ -64,7 +64,7 @@ def ids(rng: random.Random, n: int) -> list[int]:
 
 
 def some_strategy(rng: random.Random, beams: int) -> Strategy:
-    """Any combination; a search draws nothing."""
+    """Any combination of options; with beams, none that samples."""
     fields: dict[str, list[Any]] = dict(
         repetition_penalty=[1.2, 0.8],
         presence_penalty=[0.5, -0.5],
@@ -82,7 +82,7 @@ def some_strategy(rng: random.Random, beams: int) -> Strategy:
 
 
 def some_request(rng: random.Random, model: Any, name: str) -> Request:
-    """Anything that can be asked of this model; many prompts begin alike."""
+    """A random request for this model; many prompts have a common prefix."""
     beams = rng.choice([1, 1, 1, 1, 2, 3, 4])
     common = random.Random(rng.randrange(3))  # one of three texts
     start = ids(common, 60)[: rng.choice([0, 8, 16, 30, 32, 33, 48, 60])]
@@ -106,7 +106,7 @@ def some_request(rng: random.Random, model: Any, name: str) -> Request:
 
 
 def alone(model: Any, request: Request) -> Ticket:
-    """In an engine of its own, its prompt read at once."""
+    """The request in an engine of its own, its prompt prefilled at once."""
     engine = Engine(model, max_tokens=600, max_rows=4, prefixes=False)
     ticket = engine.submit(request)
     engine.run()
@@ -115,7 +115,7 @@ def alone(model: Any, request: Request) -> Ticket:
 
 @torch.no_grad()
 def naive(model: Any, request: Request) -> list[Token]:
-    """One token after the other, everything read anew for each; with what ends the text."""
+    """One token after the other, by a whole forward pass for each; includes the tokens that end the text."""
     processor, text, written = (
         LogitsProcessor(model, request.eos, request.strategy),
         list(request.prompt),
@@ -160,7 +160,7 @@ def assert_alike(found: list[Hypothesis], expected: list[Hypothesis], within: fl
 
 
 def check_memory(engine: Engine) -> None:
-    """Every reference is somebody's, every block somewhere, and every promise can be kept."""
+    """Reference counts match the block tables, every block is in one place, and every reservation can be met."""
     blocks, runner = engine.allocator, engine.runner
     running, prefilling = engine.scheduler.running, engine.scheduler.prefilling
     named = [runner.block_table[: runner.n].ravel(), *(s.source_blocks for s in running)]
@@ -205,7 +205,7 @@ CROWDS = [(50, 8, 260, 13, 0.7), (50, 24, 2000, 200, 6.0)]
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.usefixtures("unchecked")  # it is long; shapes are checked by the others
 def test_each_as_if_alone(name: str, crowd: tuple[int, int, int, int, float]) -> None:
-    """Anything asked at any time, some cancelled at any moment: each is what it is alone, and all memory comes back."""
+    """Random requests at random times, some cancelled: each text is the one it gets alone, and all memory is freed."""
     model, within = model_of(name), DTYPES.get(name, EXACT)[1]
     n, max_rows, max_tokens, prefill_tokens, rush = crowd
     rng = random.Random(f"{name} {n} {rush}")
@@ -260,7 +260,7 @@ def test_alone_is_one_token_after_the_other(name: str) -> None:
 
 
 def counted(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Fills with the rows and tokens of each time that the model is asked."""
+    """Fills with the rows and tokens of each call of the model."""
     calls, prefill, decode = list[tuple[int, int]](), ModelRunner.prefill, ModelRunner.decode
 
     def counted_prefill(runner: ModelRunner, sequences: Any, T: int) -> Any:
@@ -277,7 +277,7 @@ def counted(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def ask(prompt: list[int], n: int = 5, **more: Any) -> Request:
-    """Greedy, without an end."""
+    """A greedy request without end tokens."""
     return Request(**dict[str, Any](prompt=prompt, max_new_tokens=n, eos=()) | more)
 
 
@@ -285,12 +285,12 @@ def text(seed: int, n: int) -> list[int]:
     return ids(random.Random(seed), n)
 
 
-# Beginnings that several texts share.
+# The prefix cache.
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "alibi"])
-def test_a_beginning_is_read_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a text with the same beginning, only what comes after its whole blocks is read."""
+def test_a_prefix_is_computed_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prompt with a known prefix, only the tokens after its full blocks are computed."""
     model = model_of(name)
     expected = alone(model, ask(text(0, 37) + text(2, 3))).ids
     calls = counted(monkeypatch)
@@ -305,8 +305,8 @@ def test_a_beginning_is_read_once(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert second.ids == expected
 
 
-def test_the_last_token_is_always_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its logits choose the first new one, even if all blocks of a prompt are known."""
+def test_the_last_token_is_always_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if all blocks of a prompt are cached: its logits choose the first new token."""
     model = model_of("llama")
     calls = counted(monkeypatch)
     engine = Engine(model, max_tokens=400)
@@ -321,18 +321,18 @@ def test_the_last_token_is_always_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "alibi"])
-def test_a_chat_goes_on_from_what_was_written(name: str) -> None:
+def test_generated_tokens_are_cached_too(name: str) -> None:
     model = model_of(name)
     engine = Engine(model, max_tokens=400)
     first = engine.submit(ask(text(0, 20), 30))
     engine.run()
-    # 50 tokens, the last of which was never read: three whole blocks
+    # 50 tokens, the last of which is not in the cache: three full blocks
     prompt = text(0, 20) + first.ids + text(1, 7)
     second = engine.submit(ask(prompt))
     engine.run()
     assert second.n_cached == 48
     assert second.ids == alone(model, ask(prompt)).ids
-    # Another's text is not found by a beginning that differs in one early token.
+    # A prompt that differs in one early token finds nothing.
     other = [(prompt[0] + 1) % 53, *prompt[1:]]
     third = engine.submit(ask(other))
     engine.run()
@@ -340,8 +340,8 @@ def test_a_chat_goes_on_from_what_was_written(name: str) -> None:
     assert third.ids == alone(model, ask(other)).ids
 
 
-def test_a_running_text_is_found_too() -> None:
-    """Two at once hold the same blocks; the first leaves, the second goes on with them."""
+def test_blocks_of_a_running_text_are_shared() -> None:
+    """Two requests share blocks; the first is cancelled, and the second continues with them."""
     model = model_of("llama")
     engine = Engine(model, max_tokens=400)
     first = engine.submit(ask(text(0, 40), 9))
@@ -350,7 +350,7 @@ def test_a_running_text_is_found_too() -> None:
     second = engine.submit(ask([*text(0, 40), 5], 20))
     engine.step()
     assert second.n_cached == 32
-    assert engine.allocator.n_used == before + 1  # of its own only what comes after
+    assert engine.allocator.n_used == before + 1  # its own are only those after the prefix
     check_memory(engine)
     engine.cancel(first)
     check_memory(engine)
@@ -359,8 +359,8 @@ def test_a_running_text_is_found_too() -> None:
     assert_nothing_left(engine)
 
 
-def test_the_longest_unused_gives_way() -> None:
-    """Beginnings stay as long as nobody needs their room; then the oldest goes first, its end before its start."""
+def test_the_least_recently_used_is_evicted() -> None:
+    """Prefixes stay until their memory is needed; then the least recently used is evicted, its last blocks first."""
     model = model_of("llama")
     engine = Engine(model, max_tokens=10 * BLOCK_SIZE)
 
@@ -369,7 +369,7 @@ def test_the_longest_unused_gives_way() -> None:
         engine.run()
         return ticket.n_cached
 
-    assert [cached(seed) for seed in (0, 1, 2)] == [0, 0, 0]  # six blocks are known now, of ten
+    assert [cached(seed) for seed in (0, 1, 2)] == [0, 0, 0]  # six of ten blocks are cached now
     assert cached(0) == 32  # used again: now 1 is the oldest
     assert len(engine.allocator.evictable) == 6
     assert cached(3, 81) == 0  # six of ten: four were free, so two more are needed
@@ -390,8 +390,8 @@ def test_prefixes_off() -> None:
 
 
 @pytest.mark.parametrize("name", ["original", "t5"])
-def test_a_source_s_text_is_nobody_elses(name: str) -> None:
-    """The same beginning after another source is another text's."""
+def test_no_prefix_is_shared_after_a_source(name: str) -> None:
+    """The same prompt after another source has other keys and values."""
     model = model_of(name)
     engine = Engine(model, max_tokens=800)
     for seed in range(3):
@@ -406,8 +406,8 @@ def test_a_source_s_text_is_nobody_elses(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_long_prompt_holds_nobody_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read in pieces, it is the same text, and those that run get a token in every step."""
+def test_a_long_prompt_does_not_hold_up_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefilled in chunks, it gives the same text, and running requests get a token in every step."""
     model = model_of(name)
     more: dict[str, Any] = dict(source=text(7, 5)) if is_pair(model) else {}
     short, long = ask(text(0, 3), 30, **more), ask(text(1, 61), 7, **more)
@@ -432,7 +432,7 @@ def test_a_long_prompt_holds_nobody_up(name: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", ["llama", "original"])
 @pytest.mark.parametrize("prefill_tokens", [1, 5, 16, 40])
 @pytest.mark.usefixtures("unchecked")
-def test_pieces_of_any_size(name: str, prefill_tokens: int) -> None:
+def test_chunks_of_any_size(name: str, prefill_tokens: int) -> None:
     model = model_of(name, torch.float64)
     more: dict[str, Any] = dict(source=text(7, 25)) if is_pair(model) else {}
     engine = Engine(model, max_tokens=2000, prefill_tokens=prefill_tokens)
@@ -445,12 +445,12 @@ def test_pieces_of_any_size(name: str, prefill_tokens: int) -> None:
         assert_same(ticket, alone(model, ticket.request), 1e-9)
 
 
-# Searches.
+# Beam search.
 
 
 @pytest.mark.parametrize("name", ["llama", "original"])
 def test_beams_share_blocks(name: str) -> None:
-    """The prompt's whole blocks are held once for all beams, and of the rest only where beams differ."""
+    """All beams share the prompt's full blocks; other blocks are copied only where beams differ."""
     model, beams = model_of(name), 4
     more: dict[str, Any] = dict(source=text(7, 30)) if is_pair(model) else {}
     engine = Engine(model, max_tokens=2000)
@@ -465,23 +465,23 @@ def test_beams_share_blocks(name: str) -> None:
     source = 2 if is_pair(model) else 0
     apart = beams * -(-80 // BLOCK_SIZE)
     assert held[0] <= source + 2 + beams
-    assert 2 + beams < most < 2 + beams * 3 < apart  # copied where they part, and shared again where they join
+    assert 2 + beams < most < 2 + beams * 3 < apart  # copied where beams differ, shared where one continues another
     assert max(held) == source + most
     assert_nothing_left(engine)
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_a_search_is_told_at_its_end(name: str) -> None:
-    """Nothing before, then the best text's tokens and that it is over; n_best texts, best first, those of more first ones."""
+def test_a_search_returns_its_tokens_at_its_end(name: str) -> None:
+    """No token before; then all of the best text, and None. The n_best texts come best first, and do not depend on n_best."""
     model = model_of(name)
     more: dict[str, Any] = dict(source=text(7, 30)) if is_pair(model) else {}
     engine = Engine(model, max_tokens=2000)
     tickets = [engine.submit(ask(text(0, 9), 6, beams=4, n_best=n, **more)) for n in (1, 3, 4)]
-    news = [each for _ in range(5) for each in engine.step()]
-    assert [(ticket, token) for ticket, token in news if token is not None] == [
+    outputs = [each for _ in range(5) for each in engine.step()]
+    assert [(ticket, token) for ticket, token in outputs if token is not None] == [
         (ticket, token) for ticket in tickets for token in ticket.tokens
     ]
-    assert news == [each for ticket in tickets for each in [*((ticket, t) for t in ticket.tokens), (ticket, None)]]
+    assert outputs == [each for ticket in tickets for each in [*((ticket, t) for t in ticket.tokens), (ticket, None)]]
     one, three, four = (ticket.hypotheses for ticket in tickets)
     assert (len(one), len(three), len(four)) == (1, 3, 4)
     assert_alike(one, four[:1], 1e-5)
@@ -495,7 +495,7 @@ def test_a_search_is_told_at_its_end(name: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "mistral", "alibi", "original", "t5"])
 def test_beams_copy_before_they_write(name: str) -> None:
-    """A text's score is that of the text read at once: no beam has written over another's keys."""
+    """A text's score is that of one forward pass over it: no beam has overwritten another's keys."""
     model = model_of(name, torch.float64)
     source = dict[str, Any](source=text(7, 30)) if is_pair(model) else {}
     for n_prompt in (1, 15, 16, 17, 31):
@@ -510,11 +510,11 @@ def test_beams_copy_before_they_write(name: str) -> None:
             assert one.score == pytest.approx(total / 21**0.5, abs=1e-9)
 
 
-# Who is let in, and when.
+# Admission.
 
 
 def test_first_come_first_served() -> None:
-    """A small one does not overtake a large one that waits for room."""
+    """A small request does not overtake a large one that waits for memory."""
     model = model_of("llama")
     engine = Engine(model, max_tokens=8 * BLOCK_SIZE, max_rows=2)
     sizes = [(60, 20), (60, 21), (3, 3), (3, 3), (60, 20)]
@@ -541,7 +541,7 @@ def test_rows_are_bounded() -> None:
     assert_nothing_left(engine)
 
 
-def test_what_can_never_fit_is_refused() -> None:
+def test_a_request_that_can_never_fit_is_refused() -> None:
     engine = Engine(model_of("llama"), max_tokens=64, max_rows=3)
     engine.submit(ask(text(0, 44), 20))  # exactly
     with pytest.raises(
@@ -558,8 +558,8 @@ def test_what_can_never_fit_is_refused() -> None:
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", ["llama", "original"])
-def test_what_just_fits_has_enough(name: str) -> None:
-    """With not a block to spare, no search ever takes more than it was promised, not even for a moment."""
+def test_a_reservation_is_enough(name: str) -> None:
+    """With exactly enough blocks, no search ever allocates more than it has reserved."""
     model = model_of(name)
     more: dict[str, Any] = dict(source=text(7, 16)) if is_pair(model) else {}
     for n_prompt, new in [(1, 15), (1, 40), (15, 2), (16, 17), (17, 30), (33, 33)]:
@@ -576,8 +576,8 @@ def test_what_just_fits_has_enough(name: str) -> None:
         assert_same(ticket, alone(model, request), 1e-5)
 
 
-def test_a_model_in_training_writes_without_dropout() -> None:
-    """Also step by step; and it goes on training after."""
+def test_a_model_in_training_generates_without_dropout() -> None:
+    """Also step by step; its training mode is restored afterwards."""
     model: Any = tiny("llama", dropout=0.5)
     expected = alone(model, ask(text(0, 5))).ids
     model.train()
@@ -596,7 +596,7 @@ def test_a_model_in_training_writes_without_dropout() -> None:
 @pytest.mark.parametrize("name", ["llama", "original"])
 @pytest.mark.usefixtures("unchecked")
 def test_cancelled_at_any_moment(name: str, beams: int) -> None:
-    """Waiting, half read, running or over: the memory is free at once, and the others are not disturbed."""
+    """Waiting, partly prefilled, running or done: its memory is free at once, and the other request is not affected."""
     model = model_of(name)
     more: dict[str, Any] = dict(source=text(7, 25)) if is_pair(model) else {}
     other = ask(text(1, 20), 25, name="other", **more)
@@ -648,7 +648,7 @@ def test_names() -> None:
     assert_nothing_left(engine)
 
 
-# What is refused.
+# Requests that are refused.
 
 BAD: list[tuple[dict[str, Any], str]] = [
     (dict(prompt=[5] * 80, max_new_tokens=10), r"prompt is too long: 80 tokens \+ max_new_tokens=10 > max_len=89"),
@@ -684,7 +684,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("more", "words"), BAD, ids=[words[:30] for _, words in BAD])
 @pytest.mark.usefixtures("unchecked")
-def test_bad_requests_disturb_nobody(more: dict[str, Any], words: str) -> None:
+def test_bad_requests_do_not_affect_others(more: dict[str, Any], words: str) -> None:
     model = model_of("llama")
     engine = Engine(model, max_tokens=4000)
     ticket = engine.submit(ask(text(0, 20), 9))
@@ -730,7 +730,7 @@ def test_an_empty_prompt_is_the_bos(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bad_sound() -> None:
-    """Refused before it joins others: what the encoder would not take."""
+    """Sound that the encoder does not take is refused before it joins a batch."""
     whisper = model_of("whisper")
     engine = Engine(whisper, max_tokens=400)
     sound = torch.randn(5, 57)
@@ -766,21 +766,21 @@ def test_each_token_once_and_in_order() -> None:
     model = model_of("llama")
     engine = Engine(model, max_tokens=2000)
     tickets = [engine.submit(ask(text(seed, 5), 3 + seed)) for seed in range(4)]
-    told: dict[int, list[Token | None]] = {id(ticket): [] for ticket in tickets}
+    streams: dict[int, list[Token | None]] = {id(ticket): [] for ticket in tickets}
     steps = 0
     while engine.is_busy:
         steps += 1
         for ticket, token in engine.step():
-            told[id(ticket)].append(token)
+            streams[id(ticket)].append(token)
         for ticket in tickets:
             # two in the first step: the prompt's, and one more
             n = min(steps + 1, ticket.request.max_new_tokens)
             assert len(ticket.tokens) == n
-            assert told[id(ticket)] == [*ticket.tokens, *([None] if n == ticket.request.max_new_tokens else [])]
+            assert streams[id(ticket)] == [*ticket.tokens, *([None] if n == ticket.request.max_new_tokens else [])]
 
 
 def test_a_stop_is_never_shown_early() -> None:
-    """Tokens that may turn out to be a stop's beginning wait until it is known, and are then shown, or not."""
+    """Tokens that may be the start of a stop sequence are held back until that is known."""
     model = model_of("llama")
     prompt = next(text(seed, 9) for seed in range(99) if len(set(alone(model, ask(text(seed, 9), 20)).ids)) > 14)
     free = alone(model, ask(prompt, 20)).ids
@@ -806,7 +806,7 @@ def test_a_stop_is_never_shown_early() -> None:
 
 
 def test_a_grammar_s_end_shows_all() -> None:
-    """A text that its grammar ends is over: what a stop held back belongs to it."""
+    """A text that its grammar completes shows all its tokens, also those that a stop sequence held back."""
     model = model_of("llama")
     only = Grammar.choice(["FGH"], tokenizer(), vocab_size=53, ends=ENDS)
     ticket = alone(model, Request(prompt=[5], grammar=only, stop=[[6, 7, 9], [7, 9]]))
@@ -815,7 +815,7 @@ def test_a_grammar_s_end_shows_all() -> None:
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_grammar_that_can_not_be_followed_fails_alone(beams: int) -> None:
-    """Its strategy forbids what its grammar asks for: it ends, and the others go on."""
+    """Its strategy forbids the tokens that its grammar requires: it fails, and the other request continues."""
     model = model_of("llama")
     engine = Engine(model, max_tokens=400)
     other = engine.submit(ask(text(0, 5), 9))

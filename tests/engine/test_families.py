@@ -1,4 +1,4 @@
-"""Every family that writes, through the engine, beside transformers' generate; and one real text in every kind of memory."""
+"""Every generating family through the engine against transformers' generate; and one real text with every kind of cache."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pair(name: str, seed: int) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_decoders_as_transformers(name: str) -> None:
-    """Greedy with penalties; the window is one that the texts outgrow."""
+    """Greedy with penalties; texts are longer than the window."""
     lengths: set[int] = set()
     for seed in range(3):
         theirs, ours = pair(name, seed)
@@ -64,7 +64,7 @@ def test_decoders_as_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_whisper_as_transformers(beams: int) -> None:
-    """Sound through the engine, several at once; theirs one by one, by the generate that all their models share."""
+    """Sound through the engine, several at once; theirs one by one, by the generate of all their models."""
     told: set[tuple[int, ...]] = set()
     for seed in range(3):
         theirs, ours = pair("whisper", seed)
@@ -86,7 +86,7 @@ def test_whisper_as_transformers(beams: int) -> None:
 
 @pytest.mark.slow
 def test_stories260k_in_every_memory() -> None:
-    """llama2.c's text: without a cache, with one of its own, in blocks, in pieces, and after a beginning that was kept."""
+    """llama2.c's text: without a cache, with a plain one, a paged one, chunked prefill, and a cached prefix."""
     folder = shared_data("stories260K")
     model: Any = load(folder / "stories260K.bin").eval()
     start = ch.load_tokenizer(folder / "tok512.bin").encode("")

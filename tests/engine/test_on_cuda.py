@@ -1,4 +1,4 @@
-"""The engine on a CUDA GPU, with recorded steps and reads, packed prompts and searches that go on by themselves."""
+"""The engine on a CUDA GPU: CUDA graphs for decode and prefill, packed prompts, beam search on the device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def some_request(rng: random.Random, is_pair: bool, beams: int) -> Request:
 
 
 def write(engine: Engine, requests: list[Request], rng: random.Random) -> list[Ticket]:
-    """All of these at any time, some cancelled at any moment; all memory comes back."""
+    """Submit all of these at random times, and cancel some; all memory is freed."""
     tickets: list[Ticket] = []
     while len(tickets) < len(requests) or engine.is_busy:
         while len(tickets) < len(requests) and rng.random() < 0.7:
@@ -80,7 +80,7 @@ def test_a_crowd_is_what_each_is_alone_on_a_cpu(name: str, kinds: list[int]) -> 
 
 
 def test_packed_prompts() -> None:
-    """In bfloat16 prompts are packed where they are many: each one's first logits are those of reading it alone."""
+    """In bfloat16 many prompts are packed: the first logits of each are those of the prompt alone."""
     torch.manual_seed(0)
     model = make("llama-2-7b").cuda().bfloat16()
     rng = random.Random(3)

@@ -1,4 +1,4 @@
-"""Tiny models that write: theirs and, loaded from the same files, ours; with several ends, so that many texts end early."""
+"""Tiny generating models, of transformers and ours from the same files; with several end tokens, so that many texts end early."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _t5(seed: int) -> Any:
 
 @functools.cache
 def pair(name: str, seed: int = 0) -> tuple[Any, Any]:
-    """A model of theirs, and ours of the same files."""
+    """A model of transformers, and ours from the same files."""
     theirs = dict(gpt2=_gpt2, llama=_llama, marian=_marian, t5=_t5)[name](seed)
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
@@ -63,6 +63,6 @@ def texts(n: int, *, low: int = 1, high: int = 13, seed: int = 5) -> list[list[i
 
 
 def cut(row: Tensor) -> list[int]:
-    """Their row without the end and what fills it up."""
+    """Their row without the end token and padding."""
     ids = row.tolist()
     return next((ids[:at] for at, token in enumerate(ids) if token in ENDS), ids)

@@ -1,4 +1,4 @@
-"""One vector a text: packed into a row, padded or alone, it is the same vector."""
+"""Embeddings: a text has the same vector packed, padded or alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decoder goes on from prompts: as transformers does, and for each prompt as if it were alone."""
+"""generate: the texts of transformers, and for each prompt the text that it gets alone."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_greedy_as_transformers(name: str, option: str) -> None:
     ids=str,
 )
 def test_batched_is_single(options: dict[str, Any]) -> None:
-    """Rows of many lengths, in one batch, in several, and one by one; the window is one that the texts outgrow."""
+    """Prompts of many lengths, in one batch, in several, and one by one; texts are longer than the window."""
     model = tiny("mistral")
     prompts, common = texts(11), dict(max_new_tokens=11, eos=ENDS, return_scores=True)
     seed = options.get("seed", 0)
@@ -78,7 +78,7 @@ def assert_same(found: list[Hypothesis], expected: list[Hypothesis]) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "alibi"])
 def test_cached_is_uncached(name: str) -> None:
-    """Each token is the likeliest of the whole text read anew, and the score the sum of their log-probabilities."""
+    """Each token is the likeliest by a whole forward pass, and the score is the sum of their log-probabilities."""
     model = tiny(name)
     for prompt, found in zip(
         texts(5), generate(model, texts(5), max_new_tokens=11, eos=ENDS, return_scores=True), strict=True
@@ -117,7 +117,7 @@ def test_seeds() -> None:
 
 
 def test_ends_and_stops() -> None:
-    """What ends a text is not part of it."""
+    """The tokens that end a text are not part of it."""
     model, prompt = pair("gpt2")[1], texts(1)[0]
     whole = generate(model, [prompt], eos=(), max_new_tokens=19, temperature=1.0)[0]
     assert len(whole) == 19
@@ -213,7 +213,7 @@ def test_other_shapes() -> None:
 
 @pytest.fixture
 def used_runners(monkeypatch: pytest.MonkeyPatch) -> list[ModelRunner]:
-    """Runners are kept here too. Fills with the one of each call of the model."""
+    """Keeps runners on a CPU too. Fills with the runner of each call."""
     runners, run = list[ModelRunner](), Engine.run
     monkeypatch.setattr(engines, "_keeps_runner", lambda _: True)
     monkeypatch.setattr(Engine, "run", lambda engine: runners.append(engine.runner) or run(engine))

@@ -1,4 +1,4 @@
-"""The trace of a search against the search's own result, and against the model read anew for each text by itself."""
+"""The trace of a search against the search's result, and against a forward pass over each text."""
 
 from __future__ import annotations
 

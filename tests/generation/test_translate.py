@@ -1,4 +1,4 @@
-"""Beam search: ids and scores of transformers, and for each source as if it were alone."""
+"""Beam search: ids and scores of transformers, and for each source the text that it gets alone."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def assert_same(found: list[list[Hypothesis]], expected: list[list[Hypothesis]])
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["t5", "original"])
 def test_scores_are_of_the_whole_text(name: str) -> None:
-    """Cached = uncached: the text read at once has the log-probabilities that the search added up."""
+    """Cached = uncached: one forward pass over the text gives the log-probabilities that the search added up."""
     model, penalty = translator(name), 0.7
     for source, hypotheses in zip(
         texts(5),
@@ -138,7 +138,7 @@ def test_limits() -> None:
 
 
 def test_what_is_done_leaves_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A source that is long in writing costs its own beams alone."""
+    """A source with a long text costs its own beams only."""
     model, sizes = translator("original"), list[int]()
     real = model.states
     monkeypatch.setattr(model, "states", lambda *args, **more: sizes.append(len(args[0])) or real(*args, **more))

@@ -1,4 +1,4 @@
-"""Constrained text: what is allowed is what a brute-force search finds, and every text that comes out matches."""
+"""Constrained output: the allowed tokens are those that a brute-force search finds, and every text matches."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 
 def draw(grammar: Grammar, tokenizer: Tokenizer, seed: int, patience: int = 60) -> list[int]:
-    """A text of tokens drawn evenly from the allowed ones; out of patience, it closes what is open as soon as it may."""
+    """A text sampled uniformly from the allowed tokens; after some steps it ends as soon as it may."""
     rng, state, ids = random.Random(seed), grammar.start(), list[int]()
     closing = {tokenizer.encode(mark, special=False)[-1] for mark in '}]"'}
     while len(ids) < 3000:

@@ -1,4 +1,4 @@
-"""The strategies: transformers' processors, naive loops, and the distribution that is drawn from."""
+"""Logits processors and strategies against those of transformers and naive loops; and the distribution of samples."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_top_k(seed: int, k: int) -> None:
 @given(seed=st.integers(0, 99), p=st.floats(0.01, 0.999))
 @settings(max_examples=30)
 def test_top_p(seed: int, p: float) -> None:
-    """Without ties: which of two as likely stays is anyone's choice."""
+    """Without ties: of two equal tokens either may stay."""
     logits = torch.randn(5, 53, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2
     assert torch.equal(keep_top_p(logits, p), TopPLogitsWarper(p)(None, logits))
 
@@ -95,7 +95,7 @@ def padded(rows: list[list[int]]) -> Tensor:
 @given(seed=st.integers(0, 99), n=st.integers(1, 4), penalty=st.sampled_from([0.5, 1.25, 2.0]))
 @settings(max_examples=20)
 def test_repetition(seed: int, n: int, penalty: float) -> None:
-    """Each row with its own history, as theirs has it with that row alone."""
+    """Each row with its own history, as theirs with that row alone."""
     logits, rows = drawn_logits(seed), histories(seed)
     fewer, none = penalise_repetition(logits, padded(rows), penalty), forbid_ngrams(logits, padded(rows), n)
     for row, history in enumerate(rows):

@@ -1,6 +1,6 @@
-"""What the engine does on a GPU, done on the CPU: asking ahead, searches that go on by themselves, replayed work, packed prompts.
+"""The engine's ways on a GPU, run on the CPU: asynchronous scheduling, beam search on the device, graphs, packed prompts.
 
-All of it is the same Python but for the CUDA graphs, which `Unrecorded` replaces by the work itself.
+The Python code is the same, except for CUDA graphs, which `Unrecorded` replaces by the work itself.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def on_a_gpu(made: Engine, *, packs: bool = False) -> Engine:
 
 
 def some_plain_request(rng: random.Random, model: Any, name: str, beams: int) -> Request:
-    """One of few kinds, so that searches often run alone, and greedy ones, and now and then both."""
+    """A request of one of few kinds, so that often all rows are of one search, or greedy."""
     prompt = ids(rng, rng.choice([1, 3, 15, 16, 17, 30]))
     more: dict[str, Any] = dict(prompt=prompt, beams=beams, n_best=rng.randint(1, beams))
     if is_pair(model):
@@ -78,7 +78,7 @@ def some_plain_request(rng: random.Random, model: Any, name: str, beams: int) ->
 
 
 def crowd(made: Engine, model: Any, requests: list[Request], rng: random.Random, within: float) -> list[Ticket]:
-    """All of these at any time, some cancelled at any moment."""
+    """Submit all of these at random times, and cancel some."""
     tickets = list[Ticket]()
     streams = dict[int, list[Any]]()
     while len(tickets) < len(requests) or made.is_busy:
@@ -115,7 +115,7 @@ def test_each_as_if_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "original"])
 @pytest.mark.usefixtures("unchecked")
-def test_searches_as_if_alone(name: str) -> None:
+def test_beam_searches_as_if_alone(name: str) -> None:
     model, within = model_of(name, torch.float64), 1e-9  # long texts: in float32 some have two tokens as likely
     rng = random.Random(f"searches {name}")
     made = on_a_gpu(Engine(model, max_tokens=1500, max_rows=12, prefill_tokens=200))
@@ -123,7 +123,7 @@ def test_searches_as_if_alone(name: str) -> None:
     requests = [some_plain_request(rng, model, f"request {place}", beams) for place, beams in enumerate(kinds)]
     done = crowd(made, model, requests, rng, within)
     graphs: Any = made.runner.graphs
-    assert {kind for _, kind, *_ in graphs.keys if isinstance(kind, tuple)}  # some searches ran alone
+    assert {kind for _, kind, *_ in graphs.keys if isinstance(kind, tuple)}  # some searches ran on the device
     assert any(hypothesis.finished for ticket in done for hypothesis in ticket.hypotheses)
     assert any(ticket.trace for ticket in done)
 
@@ -140,7 +140,7 @@ def test_packed_prompts() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("option", ["plain", "early", "never", "short"])
 def test_as_transformers(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ids and scores of searches that ask ahead are transformers' own."""
+    """Ids and scores of searches on the device are those of transformers."""
     real = engine.Engine.__init__
 
     def init(self: Engine, *args: Any, **options: Any) -> None:
@@ -152,8 +152,8 @@ def test_as_transformers(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("ends", [(), (3,), (5, 9, 2)])
-def test_beams_go_on_as_they_do_in_numpy(ends: tuple[int, ...]) -> None:
-    """With equal scores, missing ones and numbers that are none."""
+def test_beams_on_the_device_as_in_numpy(ends: tuple[int, ...]) -> None:
+    """With equal scores, missing beams, and NaN."""
     B, K, V = 5, 3, 19
     processor = LogitsProcessor(model_of("llama"), list(ends), Strategy())
     params = BeamSearchParams(K, 1.0, False, processor)
