@@ -12,7 +12,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from clearhead.kernels.gpu.activation import activate
+from clearhead.kernels.gpu.activation import activate, knows
 from clearhead.kernels.gpu.launch import pdl_options, start_kernel
 
 
@@ -31,6 +31,7 @@ def gated(gate_up: Float[Tensor, "R _"], activation: str) -> Float[Tensor, "R F"
     """activation(first half) * second half."""
     R, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
+    assert knows(activation)
     out = gate_up.new_empty(R, width)
     block = 256 if R * width <= 65536 else 1024
     _gated[(R, triton.cdiv(width, block))](

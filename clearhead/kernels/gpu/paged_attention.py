@@ -242,7 +242,8 @@ def paged_attention(
     assert H % K == 0
     how = dict(plan or attention_plan(B, H, K, E, m if each else m * slots, k.dtype))
     assert how["SPLITS"] == 1 or B * K <= 65536
-    splits, group, wide = how["SPLITS"], H // K, triton.next_power_of_2(E)
+    splits, group = how["SPLITS"], H // K
+    wide = max(triton.next_power_of_2(E), 1 if group == 1 else 16)  # the matrix units take no less than 16
     out = q.new_empty(B, H, E)
     # Not used without splits, but triton needs tensors.
     parts = out if splits == 1 else q.new_empty(B * H * splits, wide, dtype=torch.float32)
