@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import clearhead as ch
+from clearhead.generation import Engine, Request
+from clearhead.kernels import native
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "clearhead"
@@ -23,7 +25,7 @@ HARDWARE = re.compile(
 )
 LONGEST = 60  # lines of a function
 # A flat list of routes or of command-line options.
-FLAT: set[str] = set()
+FLAT = {"cli/cost.py:run", "cli/generate.py:run"}
 
 
 def lines(file: Path) -> list[str]:
@@ -170,12 +172,19 @@ def forward_files(name: str) -> set[Path]:
 
 
 def decode_files(name: str) -> set[Path]:
-    """What runs between two tokens of one request: the same work with one token more."""
-    model = tiny_decoder(name)
-    ch.generate(model, [[5, 7, 11]], max_new_tokens=4)  # compiles and prepares
-    few, more = (called(lambda n=n: ch.generate(model, [[5, 7, 11]], max_new_tokens=n)) for n in (1, 3))
-    assert few <= more
-    return more
+    """What one step of the engine runs between two tokens of a request: Python by tracing, C++ by its includes."""
+    engine = Engine(tiny_decoder(name), max_tokens=256)
+    engine.submit(Request(prompt=[5, 7, 11], max_new_tokens=9))
+    for _ in range(3):  # prefill, and what is prepared once
+        engine.step()
+    cpp = PACKAGE / "kernels" / "cpp"
+    found = [PACKAGE / "kernels" / "native.cpp", cpp / "decode_step.h"]
+    for file in found:
+        if file.suffix == ".h":
+            found += [
+                cpp / name for name in re.findall(r'#include "(\w+\.h)"', file.read_text()) if cpp / name not in found
+            ]
+    return {*called(engine.step), *found}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-3-8b"])
@@ -185,11 +194,25 @@ def test_a_decoders_forward_is_read_in_an_afternoon(name: str) -> None:
     assert sum(len(lines(file)) for file in files) <= 1300
 
 
-def test_the_architecture_page_counts_right() -> None:
-    """Every `path` | N lines row of the page is true."""
+@pytest.mark.skipif(not native.is_there(), reason=str(native.why_not()))
+def test_one_token_on_the_cpu_is_followed_in_an_afternoon() -> None:
+    files = decode_files("llama-3-8b")
+    assert PACKAGE / "kernels" / "decode_step.py" in files, "the native step did not run"
+    assert len(files) <= 25, sorted(str(file.relative_to(PACKAGE)) for file in files)
+    assert {str(file.relative_to(PACKAGE)) for file in files} <= set(dict(page_rows()))
+
+
+def page_rows() -> list[tuple[str, str]]:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `([\w/.]+)` \| ([\d,]+) \|", page, re.M)
+    return re.findall(r"^\| `([\w/.]+)` \| ([\d,]+) \|", page, re.M)
+
+
+def test_the_architecture_page_counts_right() -> None:
+    """Every row of the page that names a file and its lines is true, and the forward pass's sum."""
+    rows = page_rows()
     assert len(rows) >= 15
     assert {name: len(lines(PACKAGE / name)) for name, _ in rows} == {
         name: int(count.replace(",", "")) for name, count in rows
     }
+    total = sum(len(lines(file)) for file in forward_files("gpt2"))
+    assert f"That is {total:,} lines." in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
