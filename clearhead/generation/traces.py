@@ -287,9 +287,7 @@ def _draw_steps(trace: dict[str, Any]) -> Table:
             table.add_row(*figures, _draw_text(each, step["beams"][each["parent"]]["text"]))
         dropped = [each for each in step["candidates"] if each["fate"] == "dropped" and each["score"] is not None]
         if dropped:
-            shown = [
-                f"{each['parent']} + {each['token']!r} {each['score']:.3f}" for each in dropped[: trace["beams"]]
-            ]
+            shown = [f"{each['parent']} + {each['token']!r} {each['score']:.3f}" for each in dropped[: trace["beams"]]]
             more = [f"{len(dropped) - len(shown)} more"] if len(dropped) > len(shown) else []
             table.add_row("", "", "", Text("dropped: " + ",  ".join([*shown, *more]), style="dim"))
     return table

@@ -1,7 +1,7 @@
-"""Memory that is read at every step, in pages of 2 MB: a processor finds its way in these faster, by a fifth of a step and more.
+"""Weights in huge pages (2 MB instead of 4 kB): fewer address translations, a decode step is faster by a fifth and more.
 
-The numbers stay where they are: the operating system puts large pages in the place of small ones. Linux gives them to memory by
-itself only slowly, if at all, and to a file that a model was read from never; the file's part is copied. Elsewhere nothing happens.
+Addresses do not change: the operating system replaces small pages by huge ones. Linux does this by itself only slowly, if at all,
+and never for a mapped file; such memory is copied first. On other systems nothing happens.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any
 
 from torch import Tensor
 
-PAGE, PIECE = 2**21, 2**22  # bytes: of a large page, and of what is moved at a time
+PAGE, PIECE = 2**21, 2**22  # bytes: of a huge page, and of what is moved at a time
 COLLAPSE = 25  # of madvise, since Linux 6.1
-MOVE_HERE = 1 | 2  # of mremap: it may move, and to where it is told
-FAILED = ctypes.c_void_p(-1).value  # where memory was not given
+MOVE_HERE = 1 | 2  # of mremap: MAYMOVE and FIXED
+FAILED = ctypes.c_void_p(-1).value  # what mmap and mremap return on failure
 
 Range = tuple[int, int]
 
 
 def move(tensors: Iterable[Tensor]) -> Generator[None]:
-    """Some of it at each step of the generator. The tensors must live until then, and nobody write to them meanwhile."""
+    """Moves PIECE bytes at each step of the generator. Until it ends the tensors must live, and must not be written to."""
     if sys.platform != "linux":
         return
     wanted = _joined((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors if not tensor.is_cuda)
     libc = _libc()
     for start, end, is_file in _maps():
         for low, high in wanted:
-            # Of a file only what is ours; of other memory, also what shares a large page with it.
+            # Of a file only our own bytes; of other memory, also what shares a huge page with them.
             first, last = (
                 (max(start, low), min(end, high)) if is_file else (max(start, _down(low)), min(end, _up(high)))
             )
@@ -56,7 +56,7 @@ def _libc() -> Any:
 
 
 def _copy(libc: Any, at: int, size: int) -> None:
-    """Memory in the place of a file's, with the same in it."""
+    """Replace a mapped file's memory by anonymous memory with the same content."""
     whole = size + PAGE
     room = libc.mmap(None, whole, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     if room == FAILED:
@@ -65,14 +65,14 @@ def _copy(libc: Any, at: int, size: int) -> None:
     libc.madvise(fresh, size, mmap.MADV_HUGEPAGE)
     ctypes.memmove(fresh, at, size)
     moved = libc.mremap(fresh, size, size, MOVE_HERE, at) != FAILED
-    # What was moved leaves a hole that other threads may already have filled: only the rest is given back.
+    # mremap left a hole that other threads may already have filled: unmap only what is left around it.
     for start, end in ((room, fresh), (fresh + size if moved else fresh, room + whole)):
         if end > start:
             libc.munmap(start, end - start)
 
 
 def _maps() -> list[tuple[int, int, bool]]:
-    """Memory of this process's own that may be written to: from, to, and whether it is a file's."""
+    """Private writable memory of this process: start, end, and whether it is a mapped file."""
     found: list[tuple[int, int, bool]] = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, kind, _, _, inode, *_ = line.split()
@@ -83,7 +83,7 @@ def _maps() -> list[tuple[int, int, bool]]:
 
 
 def _joined(ranges: Iterable[Range]) -> list[Range]:
-    """In order, and one where there is less than a page between two."""
+    """Sorted, and joined where less than a page lies between two."""
     found: list[Range] = []
     for start, end in sorted(ranges):
         if found and start - found[-1][1] < PAGE:

@@ -1,8 +1,8 @@
-"""Products of many rows in float32 on the CPU, by oneDNN. It comes with torch, which asks MKL for them.
+"""Products of many rows in float32 on the CPU, by oneDNN. It comes with torch, which uses MKL for them by default.
 
-Measured on a core with AVX-512, it takes 0.8 to 0.9 of MKL's time, forward and for the input's gradient; for the weight's neither
-is ahead, and MKL stays. It applies an activation while results are in the cache. Weights stay as they are; laid out for it
-beforehand they win another 3 to 5 %, and are in memory twice, so that is for work that asks for it (`laid_out`).
+Measured on a core with AVX-512, it takes 0.8 to 0.9 of MKL's time for the forward product and for the input's gradient. For the
+weight's gradient neither is ahead, and MKL stays. It applies an activation while results are in the cache. Weights stay in place.
+Copied into its own layout beforehand they win another 3 to 5%, but are in memory twice: `laid_out`, for callers who ask for it.
 
 `torch.backends.mkldnn.enabled = False` turns it off.
 """
@@ -20,21 +20,21 @@ from torch import Tensor
 
 from clearhead.kernels.checks import has_forward_gradients
 
-FEWEST_ROWS = 33  # below, kernels of our own (native.cpp) win
-LARGEST = 2**24  # numbers of a weight; for the time of a product oneDNN copies it into its own layout
+MIN_ROWS = 33  # below, our own kernels (native.cpp) win
+MAX_WEIGHT = 2**24  # numbers; during a product oneDNN copies the weight into its own layout
 ACTIVATIONS = {"relu": ("relu", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "silu": ("swish", "")}
 # Where there is no MKL, torch itself takes oneDNN.
 HAS_BOTH = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether this is the faster way, for bare tensors."""
+    """Whether oneDNN is faster for these plain tensors."""
     return (
         HAS_BOTH
         and x.dtype == weight.dtype == torch.float32
         and x.device.type == "cpu"
-        and x.numel() >= FEWEST_ROWS * x.shape[-1] > 0
-        and weight.numel() <= LARGEST
+        and x.numel() >= MIN_ROWS * x.shape[-1] > 0
+        and weight.numel() <= MAX_WEIGHT
         and torch._C._get_mkldnn_enabled()  # pyright: ignore[reportPrivateUsage]
         and not has_forward_gradients()
     )
@@ -51,22 +51,22 @@ def linear(
     bias: Float[Tensor, " N"] | None,
     activation: str | None = None,
 ) -> Float[Tensor, "*_ N"]:
-    """f(x W^T + b); gradients pass through where they are wanted, and then f must be none."""
+    """f(x W^T + b), with gradients where they are enabled; f must then be none."""
     if torch.is_grad_enabled():
         assert activation is None
         return Product.apply(x, weight, bias)  # type: ignore[no-any-return]
     return _product(x, _laid.find(weight), bias, *(("none", "") if activation is None else ACTIVATIONS[activation]))
 
 
-# By the weight's identity, each with the weight itself, so that no other takes its place, and its version.
+# By id(weight): the weight (held, so that the id stays its own), its version, and the copy.
 Copies = dict[int, tuple[Tensor, int, Tensor]]
 
 
 @contextmanager
 def laid_out(copies: Copies | None = None) -> Generator[None]:
-    """While this lasts, in this thread, weights are copied into oneDNN's own layout at their first product without gradients.
+    """Inside, in this thread, weights are copied into oneDNN's own layout at their first product without gradients.
 
-    Who asks a model again and again keeps the copies: those given are used, and new ones added to them.
+    Given `copies` are used, and new ones are added to them, for callers who run a model again and again.
     """
     before, _laid.copies = _laid.copies, {} if copies is None else copies
     try:
@@ -79,7 +79,7 @@ class Laid(threading.local):
     copies: Copies | None = None
 
     def find(self, weight: Tensor) -> Tensor:
-        if self.copies is None or weight.is_inference():  # which has no version to tell a change by
+        if self.copies is None or weight.is_inference():  # an inference tensor has no version, so a change is not seen
             return weight
         held = self.copies.get(id(weight))
         if held is None or held[1] != weight._version:
@@ -107,7 +107,7 @@ class Product(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         dx = dweight = None
         if wants_x:
-            # Where the gradient is to be differentiated too, torch's own product is, and oneDNN's is not.
+            # For a gradient of the gradient: torch can differentiate its own product, not oneDNN's.
             dx = grad @ weight if torch.is_grad_enabled() else _product(grad, weight.T, None)
         if wants_weight:
             dweight = grad.T @ rows

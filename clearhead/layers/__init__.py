@@ -7,5 +7,5 @@ The legend of every shape in this library:
     D  model width          F  feed-forward width   V  vocabulary
     P  patches              C  classes
 
-May import: errors.
+May import: errors, limits, and the door of kernels.
 """

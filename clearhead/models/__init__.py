@@ -1,6 +1,6 @@
 """The three shapes: Encoder, Decoder, EncoderDecoder, from the same blocks and one config.
 
-May import: errors, config, layers.
+May import: errors, config, kernels, layers.
 """
 
 from __future__ import annotations

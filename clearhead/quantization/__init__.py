@@ -1,1 +1,7 @@
-"""."""
+"""Weights in fewer bits: modules that are swapped into a finished model from outside, so that no layer has a branch for them.
+
+integer.py  int8 and int4 weights for running a model
+float8.py   fp8 products for training on a GPU
+
+May import: errors, config, kernels, layers, models.
+"""

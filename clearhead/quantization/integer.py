@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bits, for running a model: `quantize(model, "int8")`. Less to read a token, and less to hold.
+"""Weights in 8 or 4 bits, for running a model: `quantize(model, "int8")`. Less memory, and less to read for each token.
 
 The formats, row-major, for a weight W of shape (N, D), as torch.nn.Linear holds it:
 
@@ -8,9 +8,7 @@ The formats, row-major, for a weight W of shape (N, D), as torch.nn.Linear holds
             scales  float16 (N, D / 32)       u[n, 2i] is the low half of byte q[n, i], u[n, 2i + 1] the high half
             mins    float16 (N, D / 32)       D is a multiple of 32
 
-On a CPU whose kernels want them so (native.py), rows lie in tiles: what 16 rows hold at one place, 4 bytes of q or one of the
-others, side by side, as if the shape were (N / 16, D / 4, 16, 4). The rows that are left, less than 16, are a tile of their own.
-A state dict is always row-major.
+On a CPU with the right instructions, rows lie in tiles (kernels/packed.py). A state dict is always row-major.
 
 int4 takes 5 bits a weight in all, int8 8.25. Embedding and head stay at 8 bits in both, and are one tensor where they are tied.
 """
@@ -33,7 +31,7 @@ from clearhead.layers.linear import FusedLinear
 
 PIECE = 2**22  # weights unpacked at a time
 WIDTH = {"q": 4, "scales": 1, "mins": 1}  # of one row, at one place of a tile
-# Of a group's range: what is cut off at the ends makes the steps between finer. Each is fitted a few times to what it rounds to.
+# Shares of a group's range that the search starts from: clipping its ends makes the steps between finer. Each start is refitted.
 SHRINKS, FITS = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6), 3
 
 Some = TypeVar("Some", bound=nn.Module)
@@ -46,7 +44,7 @@ def quantize(model: Some, kind: str) -> Some:
     """
     if kind not in ("int8", "int4"):
         raise InputError(f"quantize={kind!r} is not known; {did_you_mean(kind, ['int8', 'int4'])}")
-    held: dict[int, Quantized] = {}  # by the parameter's identity: what is shared stays shared
+    held: dict[int, Quantized] = {}  # by id(parameter): a shared weight stays shared
     places: list[tuple[str, Any]] = list(model.named_modules())
     for name, module in places:
         outer = isinstance(module, TokenEmbedding | TokenHead)
@@ -66,7 +64,7 @@ def quantize(model: Some, kind: str) -> Some:
 
 
 class Quantized(Packed):
-    """What both kinds share. `like` is empty: it follows the model's type and device, as the numbers must not."""
+    """What both kinds share. `like` is an empty tensor that follows the model's type and device; the scales keep their type."""
 
     kind: str
     bits: int
@@ -103,7 +101,7 @@ class Quantized(Packed):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantized:
-        """Move, but never change the type of scales: model.bfloat16() means the results'."""
+        """Move to a device, but keep the type of scales: model.bfloat16() sets the type of results."""
         self.like = fn(self.like)
         tiled = kernels.wants_tiles(self.like)
         for name in self.tensors:
@@ -115,7 +113,7 @@ class Quantized(Packed):
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Row by row, whatever this machine likes better."""
+        """Row-major, also where this machine keeps tiles."""
         destination.update({prefix + name: self.held(name) for name in self.tensors})
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **named: Any) -> None:
@@ -137,7 +135,7 @@ class Quantized(Packed):
             return out
         if self.q.is_cuda or torch.compiler.is_compiling():
             return F.linear(x, self.unpack().to(x.dtype), bias)
-        step = max(1, PIECE // self.shape[1])  # beside small weights, memory for the whole matrix would be missed
+        step = max(1, PIECE // self.shape[1])  # piece by piece: the whole matrix in float32 would need much more memory
         parts = [F.linear(x, self.unpack(slice(i, i + step)).to(x.dtype)) for i in range(0, self.shape[0], step)]
         return torch.cat(parts, -1) if bias is None else torch.cat(parts, -1) + bias
 
@@ -193,7 +191,7 @@ class Int4(Quantized):
         super().__init__(weight, q=q, scales=scales.half(), mins=mins.half())
 
     def _search(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For each group the scale and minimum, of some starts, that lose least of it."""
+        """For each group the scale and minimum with the least squared error, among several starts."""
         groups = weight.float().unflatten(1, (-1, self.group))
         low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
         best = scale = least = torch.zeros(0)
@@ -230,5 +228,5 @@ def _fit(groups: Tensor, u: Tensor, scale: Tensor, least: Tensor) -> tuple[Tenso
 
 
 def _halves(scale: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """As float16 will hold them."""
+    """Rounded as float16 stores them."""
     return scale.half().float(), least.half().float()
