@@ -8,6 +8,7 @@ The work uses public names only, so that old versions run it. Random weights, fl
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import statistics
 import subprocess
@@ -20,17 +21,22 @@ from typing import Any
 HERE = Path(__file__).resolve().parents[2]
 
 
+def one_of(*names: str) -> Any:
+    """The first of these modules that this version has. Its folder is asked: an installed version may answer an import."""
+    import clearhead
+
+    root = Path(clearhead.__file__).parent
+    found = next(name for name in names if root.joinpath(*name.split(".")).with_suffix(".py").exists())
+    return importlib.import_module(f"clearhead.{found}")
+
+
 def gpt2(bits: str) -> Any:
     import clearhead as ch
 
     model = ch.build(ch.preset("gpt2")).eval()
     if bits == "float32":
         return model
-    try:
-        from clearhead.quantization.integer import quantize
-    except ImportError:
-        from clearhead.layers.quantized import quantize  # before the rooms were cut anew
-    return quantize(model, bits)
+    return one_of("quantization.integer", "layers.quantized").quantize(model, bits)
 
 
 def decode(bits: str, batch: int) -> Callable[[], object]:
@@ -61,10 +67,7 @@ def flan_t5() -> Callable[[], object]:
 def encode() -> Callable[[], object]:
     import clearhead as ch
 
-    try:
-        from clearhead.generation.embeddings import embed_ids
-    except ImportError:
-        from clearhead.generation.vectors import embed_ids
+    embed_ids = one_of("generation.embeddings", "generation.vectors").embed_ids
     model: Any = ch.build(ch.preset("minilm-l6")).eval()
     ids = [[(13 * i + j) % 30_000 for j in range(5 + (37 * i) % 123)] for i in range(96)]
     return lambda: embed_ids(model, ids)

@@ -124,7 +124,7 @@ def profile(model: Any, work: str) -> None:
     write(engine, requests)
     runner: Any = engine.runner
     spent: dict[str, float] = {}
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {"read": [], "write": []}
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {"prefill": [], "decode": []}
 
     def timed(holder: Any, name: str) -> None:
         inner = getattr(holder, name)
@@ -143,20 +143,8 @@ def profile(model: Any, work: str) -> None:
 
         setattr(holder, name, outer)
 
-    for name in (
-        "submit",
-        "_admit",
-        "_read",
-        "_start",
-        "_make_room",
-        "_choose",
-        "_extend",
-        "_write",
-        "_receive",
-        "_sweep",
-    ):
-        if hasattr(engine, name):
-            timed(engine, name)
+    for name in ("submit", "_prefill", "_start", "_decode", "_launch", "_receive", "_sweep"):
+        timed(engine, name)
     for name in events:
         timed(runner, name)
     whole = milliseconds(lambda: write(engine, requests))
@@ -166,7 +154,7 @@ def profile(model: Any, work: str) -> None:
         ms = [start.elapsed_time(end) for start, end in pairs]
         print(f"  GPU in {name}: {len(ms)} times, {sum(ms):.1f} ms, median {statistics.median(ms):.3f}", flush=True)
 
-    for size, (graph, *_) in runner.recordings.graphs.items():
+    for size, (graph, *_) in runner.graphs.graphs.items():
         ms = milliseconds(lambda graph=graph: [graph.replay() for _ in range(30)]) / 30
         print(f"  GPU alone, step of {size}: {ms:.3f} ms", flush=True)
 
@@ -177,8 +165,8 @@ def profile(model: Any, work: str) -> None:
     class Nothing:
         def replay(self) -> None: ...
 
-    for size, (_, *rest) in list(runner.recordings.graphs.items()):
-        runner.recordings.graphs[size] = (Nothing(), *rest)
+    for size, (_, *rest) in list(runner.graphs.graphs.items()):
+        runner.graphs.graphs[size] = (Nothing(), *rest)
     ms = milliseconds(lambda: write(engine, requests))
     print(f"  CPU alone, reading included: {ms:.1f} ms", flush=True)
 

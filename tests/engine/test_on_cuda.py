@@ -50,10 +50,10 @@ def write(engine: Engine, requests: list[Request], rng: random.Random) -> list[T
         engine.step()
         if rng.random() < 0.05:
             engine.cancel(rng.choice(tickets[-9:]))
-    blocks = engine.blocks
-    assert (blocks.n_held, blocks.promised, blocks.n_available) == (0, 0, blocks.n_blocks - 1)
-    assert not blocks.refs.any()
-    assert not engine.searches
+    blocks = engine.allocator
+    assert (blocks.n_used, blocks.n_reserved, blocks.n_available) == (0, 0, blocks.n_blocks - 1)
+    assert not blocks.ref_counts.any()
+    assert not engine.beam_searcher.groups
     return tickets
 
 
@@ -86,8 +86,8 @@ def test_packed_prompts() -> None:
     rng = random.Random(3)
     prompts = [[rng.randrange(5, VOCAB) for _ in range(rng.randint(1, 90))] for _ in range(30)]
     engine = Engine(model, max_tokens=6000, max_rows=30, prefixes=False)
-    engine.runner.reader.recordings = None  # so few would be padded and replayed
-    assert engine.runner.reader.packs
+    engine.runner.prompts.graphs = None  # so few would be padded and replayed
+    assert engine.runner.prompts.packs
     tickets = [engine.submit(Request(prompt=prompt, max_new_tokens=1, eos=(), alternatives=5)) for prompt in prompts]
     engine.run()
     for prompt, ticket in zip(prompts, tickets, strict=True):
