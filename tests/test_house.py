@@ -216,3 +216,6 @@ def test_the_architecture_page_counts_right() -> None:
     }
     total = sum(len(lines(file)) for file in forward_files("gpt2"))
     assert f"That is {total:,} lines." in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    core = sum(len(lines(file)) for file in core_files())
+    claim = f"decoder is 8 files and {total:,} lines, all layers and models together {core:,},"
+    assert claim in (ROOT / "README.md").read_text(encoding="utf-8")

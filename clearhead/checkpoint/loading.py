@@ -17,6 +17,7 @@ from clearhead.checkpoint.assignment import assign_weights
 from clearhead.checkpoint.checkpoint import Checkpoint, check_layers
 from clearhead.checkpoint.gguf_file import MAGIC
 from clearhead.checkpoint.hub import download
+from clearhead.checkpoint.image_size import resize_pictures
 from clearhead.checkpoint.sentence_transformers import read_modules
 from clearhead.checkpoint.tensor_names import Match, expand, matches_any, pair_up
 from clearhead.checkpoint.weight_files import Weights, open_weights, read_json
@@ -25,7 +26,6 @@ from clearhead.errors import CheckpointError, ConfigError, InputError, did_you_m
 from clearhead.families import FAMILIES, family_of
 from clearhead.families.config_translation import Keys
 from clearhead.models import Model, build
-from clearhead.models.pictures import resize_pictures
 from clearhead.quantization import integer as quantized
 
 TORCH_FILES = (

@@ -50,7 +50,7 @@ def run(stack: Stack, x: Float[Tensor, "B T D"], cache: PagedCache) -> Float[Ten
     at = cache.counts[:, None] if cache.packed is None else cache.counts[None]
     angles = stack.positions.angles(at)
     turns = None if angles is None else (angles[0].flatten(0, 2), angles[1].flatten(0, 2))
-    return Step(stack, cache, turns, gpu).run(stack.enter(x, at))
+    return GpuStep(stack, cache, turns, gpu).run(stack.enter(x, at))
 
 
 def fits(stack: Stack, x: Tensor, cache: PagedCache, gpu: Any) -> bool:
@@ -71,7 +71,7 @@ def fits(stack: Stack, x: Tensor, cache: PagedCache, gpu: Any) -> bool:
     )
 
 
-class Step:
+class GpuStep:
     """One call: the kernels, the cache, and the angles of each row."""
 
     def __init__(self, stack: Stack, cache: PagedCache, turns: Turns | None, gpu: Any) -> None:

@@ -7,8 +7,8 @@ and a path names the slot of each token of its text.
 
 Block 0 is scratch: what must not be kept is written there.
 
-The plain forward gets gathered copies of the keys, as a `Cache` would hold them. The fast steps (native_step.py, gpu_step.py) read
-the pool itself.
+In the plain forward a single query a row reads the blocks by a kernel; otherwise keys are gathered, as a `Cache` would hold them.
+The fast steps (native_step.py, gpu_step.py) read the pool themselves.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from clearhead import kernels
+from clearhead.layers.cache import Keys, StoredKeys
 from clearhead.layers.masks import ABSENT, Mask
 
 SCRATCH = 0
@@ -148,6 +149,24 @@ class PagedCache:
         """Nothing: the caller counts."""
 
 
+class BlockKeys:
+    """One layer's keys, or values, of some rows: where they lie in the pool."""
+
+    def __init__(self, pool: Float[Tensor, "n K b E"], where: BlockTable) -> None:
+        self.pool, self.where = pool, where
+
+    def gather(self) -> Float[Tensor, "B K S E"]:
+        return gather(self.pool, self.where)
+
+    def attend(
+        self, q: Float[Tensor, "B H 1 E"], values: StoredKeys, scale: float, window: int
+    ) -> Float[Tensor, "B H 1 E"] | None:
+        assert isinstance(values, BlockKeys)
+        table, counts, each = self.where.table, self.where.counts, self.where.block == 1
+        out = kernels.paged_attention(q[:, :, 0], self.pool, values.pool, table, counts, scale, window, each=each)
+        return None if out is None else out[:, :, None]
+
+
 class PagedLayer:
     """One layer's keys and values, in the blocks of the pool."""
 
@@ -156,7 +175,7 @@ class PagedLayer:
     ) -> None:
         self.call, self.k, self.v, self.n_cross_heads = call, k, v, n_cross_heads
 
-    def extend(self, k: Float[Tensor, "B K T E"], v: Float[Tensor, "B K T E"]) -> tuple[Tensor, Tensor]:
+    def extend(self, k: Float[Tensor, "B K T E"], v: Float[Tensor, "B K T E"]) -> tuple[Keys, Keys]:
         """Store these; return the keys and values that their queries may attend to: these alone, or all of the row."""
         call, (pool_k, pool_v) = self.call, self.heads(k.shape[1])
         one = k.shape[2] == 1 and call.packed is None
@@ -165,19 +184,19 @@ class PagedLayer:
             pool_v[call.blocks, :, call.slots] = v.transpose(1, 2).to(pool_v.dtype)
         if call.held is None:
             return k, v
-        return gather(pool_k, call.held), gather(pool_v, call.held)
+        return BlockKeys(pool_k, call.held), BlockKeys(pool_v, call.held)
 
     def heads(self, n: int) -> tuple[Float[Tensor, "n K b E"], Float[Tensor, "n K b E"]]:
         """The pool's room for n key heads: all, if none was pruned."""
         return (self.k, self.v) if n == self.k.shape[1] else (self.k[:, :n], self.v[:, :n])
 
     @property
-    def cross(self) -> tuple[Tensor, Tensor] | None:
+    def cross(self) -> tuple[Keys, Keys] | None:
         """The source's keys and values, once read."""
         if self.call.reads or self.call.source is None:
             return None
         k, v = self.heads(self.n_cross_heads)
-        return gather(k, self.call.source), gather(v, self.call.source)
+        return BlockKeys(k, self.call.source), BlockKeys(v, self.call.source)
 
     @cross.setter
     def cross(self, read: tuple[Float[Tensor, "B K S E"], Float[Tensor, "B K S E"]]) -> None:

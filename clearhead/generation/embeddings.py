@@ -22,10 +22,10 @@ from clearhead.errors import InputError
 from clearhead.kernels.onednn import laid_out
 from clearhead.layers.packing import packed
 from clearhead.models import Encoder
-from clearhead.models.encoder import Pool
+from clearhead.models.encoder import Pooling
 from clearhead.sampling.token_ids import pad
 
-Pooling = Literal["model", "mean", "first"]
+PoolingKind = Literal["model", "mean", "first"]
 Follow = Callable[[list[list[int]], str, int], Iterable[list[int]]]  # iterates over a list and shows the progress
 
 ON_GPU, ELSEWHERE = 2**16, 2**12  # tokens computed at once; a CPU's caches hold no more than the second
@@ -39,7 +39,7 @@ def embed(
     texts: Sequence[str],
     *,
     max_len: int | None = None,
-    pool: Pooling = "model",
+    pool: PoolingKind = "model",
     truncate: bool = False,
     tokens: int = 0,
     follow: Follow = lambda parts, what, n: parts,
@@ -58,7 +58,7 @@ def embed_ids(
     model: Encoder,
     ids: Sequence[list[int]],
     *,
-    pool: Pooling = "model",
+    pool: PoolingKind = "model",
     tokens: int = 0,
     follow: Follow = lambda parts, what, n: parts,
 ) -> Float[np.ndarray, "n D"]:
@@ -69,7 +69,7 @@ def embed_ids(
     order = list(range(len(ids))) if on_gpu else sorted(range(len(ids)), key=lambda i: -len(ids[i]))
     parts = list(share(order, [len(row) for row in ids], tokens or (ON_GPU if on_gpu else ELSEWHERE)))
     run = run_packed if is_packed else run_padded
-    pooling = model.pool if pool == "model" else Pool(d_model=model.config.d_model, kind=pool, normed=True)
+    pooling = model.pool if pool == "model" else Pooling(d_model=model.config.d_model, kind=pool, normed=True)
     vectors = np.zeros((len(ids), model.config.d_model), np.float32)
     found: list[tuple[list[int], Tensor]] = []
     with laid_out() if sum(map(len, ids)) >= WORTH_A_LAYOUT else nullcontext():
@@ -114,7 +114,7 @@ def share(order: list[int], lengths: list[int], tokens: int) -> Iterator[list[in
         yield part
 
 
-def run_packed(model: Encoder, rows: list[list[int]], pool: Pool) -> Float[Tensor, "B D"]:
+def run_packed(model: Encoder, rows: list[list[int]], pool: Pooling) -> Float[Tensor, "B D"]:
     lengths = [len(row) for row in rows]
     device = next(model.parameters()).device
     mask, positions = packed(lengths, device)
@@ -124,7 +124,7 @@ def run_packed(model: Encoder, rows: list[list[int]], pool: Pool) -> Float[Tenso
     return pool.packed(states[0], mask.spans.starts)
 
 
-def run_padded(model: Encoder, rows: list[list[int]], pool: Pool) -> Float[Tensor, "B D"]:
+def run_padded(model: Encoder, rows: list[list[int]], pool: Pooling) -> Float[Tensor, "B D"]:
     device = next(model.parameters()).device
     tokens, real = pad(rows)
     mask = torch.from_numpy(real).to(device)

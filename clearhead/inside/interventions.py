@@ -46,7 +46,7 @@ from clearhead.inside.site_selection import (
 )
 from clearhead.inside.sites import ATTENTION, blocks_of, entry_of, find_sites, sites, uncompiled
 from clearhead.layers.attention import Attend, Lowered, facts_of, masked_softmax
-from clearhead.layers.cache import LayerCache
+from clearhead.layers.cache import LayerCache, gathered
 from clearhead.layers.masks import ABSENT, Mask
 
 Change = Callable[[Tensor, SiteCall], Tensor]
@@ -244,7 +244,7 @@ class _BlockHooks:
             q, k, v, mask = args
             q = self.apply(f"{self.name}.{step}.q", q)
             if self.changes(f"{step}.k", f"{step}.v"):
-                keys = facts_of(mask)[0].keys
+                k, v, keys = gathered(k), gathered(v), facts_of(mask)[0].keys
                 at = torch.arange(k.shape[2], device=k.device)[None] if keys is None else keys
                 k, v = self.apply(f"{self.name}.{step}.k", k, at), self.apply(f"{self.name}.{step}.v", v, at)
             return q, k, v, mask

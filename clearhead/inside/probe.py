@@ -27,6 +27,7 @@ from clearhead import viewers
 from clearhead.errors import InputError, did_you_mean
 from clearhead.inside.sites import ATTENTION, blocks_of, entry_of, find_sites, sites, uncompiled
 from clearhead.layers.attention import Attend, attention_scores, facts_of, masked_softmax
+from clearhead.layers.cache import gathered
 from clearhead.layers.masks import Mask
 from clearhead.layers.positions import Bias
 
@@ -205,7 +206,7 @@ Given = tuple[Tensor, Tensor, Tensor, Mask, Bias | None]  # q, k, v, mask, bias
 def lay_out(inputs: tuple[Any, ...]) -> Given:
     """An attention's inputs, with the facts of its mask, and its bias."""
     q, k, v, mask = inputs
-    return q, k, v, *facts_of(mask)
+    return q, gathered(k), gathered(v), *facts_of(mask)
 
 
 def select_inputs(given: Given, scale: float | None, heads: tuple[int, ...], rows: slice = ALL) -> AttentionInputs:

@@ -48,6 +48,7 @@ __all__ = [
     "pack_int4",
     "packed_attention",
     "packed_product",
+    "paged_attention",
     "prefers_flex",
     "product",
     "rows",
@@ -186,6 +187,35 @@ def store(
         native.store(k, v, pool_k, pool_v, table, positions)
         return True
     return False
+
+
+def paged_attention(
+    q: Float[Tensor, "B H E"],
+    k: Float[Tensor, "n K block E"],
+    v: Float[Tensor, "n K block E"],
+    table: Int[Tensor, "B m"],
+    counts: Int[Tensor, " B"],
+    scale: float,
+    window: int,
+    *,
+    each: bool,
+) -> Float[Tensor, "B H E"] | None:
+    """One query a row over its keys in the blocks of a pool. `each`: the table names each token's slot (GPU only)."""
+    if q.is_cuda and has_triton() and is_plain(q):
+        from clearhead.kernels import gpu
+
+        return gpu.paged_attention(q.contiguous(), k, v, table, counts, scale, window, each=each)
+    floats = q.dtype == k.dtype == torch.float32
+    if (
+        q.device.type == "cpu"
+        and floats
+        and not each
+        and not torch.is_grad_enabled()
+        and is_plain(q)
+        and native.is_there()
+    ):
+        return native.paged_attention(q, k, v, table, counts, scale, window)
+    return None
 
 
 def top_log_probs(logits: Float[Tensor, "R V"], n: int) -> tuple[Float[Tensor, "R n"], Int[Tensor, "R n"]] | None:

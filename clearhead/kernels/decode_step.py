@@ -57,14 +57,14 @@ class Model(ctypes.Structure):
     ]
 
 
-class BlockTable(ctypes.Structure):
+class BlockTableStruct(ctypes.Structure):
     _fields_ = [("table", POINTER), ("counts", POINTER), ("width", INT)]
 
 
-class Step(ctypes.Structure):
+class StepStruct(ctypes.Structure):
     _fields_ = [
         *((name, POINTER) for name in ("model", "tokens", "logits", "positions", "cos", "sin", "pool")),
-        *((name, BlockTable) for name in ("own", "source")),
+        *((name, BlockTableStruct) for name in ("own", "source")),
         *((name, INT) for name in ("rows", "n_angles", "block")),
         *((name, INT) for name in ("block_stride", "layer_stride", "value_stride", "head_stride", "threads")),
     ]
@@ -114,7 +114,7 @@ class DecodeModel:
 class DecodeStep:
     def __init__(self, model: DecodeModel) -> None:
         self._model, self._n_logits = model, model.model.head.n
-        self._step = Step(model=ctypes.addressof(model.model))
+        self._step = StepStruct(model=ctypes.addressof(model.model))
         self._address = ctypes.addressof(self._step)
         self._pool: Tensor | None = None  # what the step was last filled with
         self._positions: PositionTables | None = None
@@ -149,7 +149,7 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _block_table(table: Table) -> BlockTable:
+def _block_table(table: Table) -> BlockTableStruct:
     blocks, counts = table
     (at, _), (counts_at, _) = blocks.__array_interface__["data"], counts.__array_interface__["data"]
-    return BlockTable(at, counts_at, blocks.shape[1])
+    return BlockTableStruct(at, counts_at, blocks.shape[1])

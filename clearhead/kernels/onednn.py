@@ -54,7 +54,7 @@ def linear(
     """f(x W^T + b), with gradients where they are enabled; f must then be none."""
     if torch.is_grad_enabled():
         assert activation is None
-        return Product.apply(x, weight, bias)  # type: ignore[no-any-return]
+        return OneDnnProduct.apply(x, weight, bias)  # type: ignore[no-any-return]
     return _product(x, _laid.find(weight), bias, *(("none", "") if activation is None else ACTIVATIONS[activation]))
 
 
@@ -91,7 +91,7 @@ class Laid(threading.local):
 _laid = Laid()
 
 
-class Product(torch.autograd.Function):
+class OneDnnProduct(torch.autograd.Function):
     """x W^T + b with its gradients."""
 
     @staticmethod

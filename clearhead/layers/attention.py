@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from clearhead import kernels
 from clearhead.errors import InputError, did_you_mean
 from clearhead.layers import block_sparse, strips
-from clearhead.layers.cache import AnyLayerCache
+from clearhead.layers.cache import AnyLayerCache, Keys, StoredKeys, gathered
 from clearhead.layers.linear import FusedLinear, Linear, RMSNorm
 from clearhead.layers.masks import ALL, Mask, bias_of, lower_pairs
 from clearhead.layers.positions import Angles, Bias, rotate
@@ -97,7 +97,7 @@ class MultiHeadAttention(nn.Module):
     def _split(self, x: Float[Tensor, "B T _"]) -> Float[Tensor, "B h T E"]:
         return x.unflatten(-1, (-1, self.d_head)).transpose(1, 2)
 
-    def _source(self, memory: Float[Tensor, "B S D"] | None, cache: AnyLayerCache | None) -> tuple[Tensor, Tensor]:
+    def _source(self, memory: Float[Tensor, "B S D"] | None, cache: AnyLayerCache | None) -> tuple[Keys, Keys]:
         """Keys and values of the encoder's output: computed once, then kept by the cache."""
         if cache is not None and cache.cross is not None:
             return cache.cross
@@ -119,12 +119,18 @@ class Attend(nn.Module):
     def forward(
         self,
         q: Float[Tensor, "B H T E"],
-        k: Float[Tensor, "B K S E"],
-        v: Float[Tensor, "B K S E"],
+        k: Keys,
+        v: Keys,
         mask: Mask | Lowered | None = None,
     ) -> Float[Tensor, "B H T E"]:
         dropout = self.dropout if self.training else 0.0
-        return attend(q, k, v, mask, scale=self.scale, dropout=dropout, kernel=self.kernel)
+        facts, bias = facts_of(mask)
+        if isinstance(k, StoredKeys) and isinstance(v, StoredKeys) and q.shape[2] == 1 and bias is None and not dropout:
+            scale = 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
+            out = k.attend(q, v, scale, facts.window) if self.kernel in ("auto", "fused") else None
+            if out is not None:
+                return out
+        return attend(q, gathered(k), gathered(v), mask, scale=self.scale, dropout=dropout, kernel=self.kernel)
 
 
 def attend(

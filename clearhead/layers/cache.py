@@ -20,18 +20,38 @@ from clearhead.layers.masks import ABSENT, Mask
 
 
 @runtime_checkable
+class StoredKeys(Protocol):
+    """Keys or values that a cache keeps in memory of another layout."""
+
+    def gather(self) -> Tensor:
+        """A copy in the usual layout, (B, K, S, E)."""
+        ...
+
+    def attend(self, q: Tensor, values: StoredKeys, scale: float, window: int) -> Tensor | None:
+        """Attention of one query a row over all keys of the row, without that copy; None: gather."""
+        ...
+
+
+Keys = Float[Tensor, "B K S E"] | StoredKeys
+
+
+def gathered(keys: Keys) -> Float[Tensor, "B K S E"]:
+    return keys if isinstance(keys, Tensor) else keys.gather()
+
+
+@runtime_checkable
 class AnyLayerCache(Protocol):
     """What attention needs of a cache, for one layer."""
 
     @property
-    def cross(self) -> tuple[Tensor, Tensor] | None:
+    def cross(self) -> tuple[Keys, Keys] | None:
         """Keys and values of the source, once it was read."""
 
     @cross.setter
     def cross(self, read: tuple[Tensor, Tensor]) -> None: ...
 
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store these; return all keys and values that their queries may attend to, (B, K, S, E)."""
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Keys, Keys]:
+        """Store these; return all keys and values that their queries may attend to."""
         ...
 
 
@@ -63,7 +83,7 @@ class AnyCache(Protocol):
 
 
 @dataclass(frozen=True)
-class Step:
+class Placement:
     """Where the T tokens of one call are written: from slot `start` on in every row, or one by one where rows differ."""
 
     start: int = 0
@@ -77,7 +97,7 @@ class LayerCache:
 
     def __init__(self, k: Float[Tensor, "B K slots E"], v: Float[Tensor, "B K slots E"]) -> None:
         self.k, self.v = k, v
-        self.step = Step()
+        self.step = Placement()
         self.cross: tuple[Tensor, Tensor] | None = None
 
     def extend(
@@ -165,7 +185,7 @@ class Cache:
         """
         start, device = self.length, self.layers[0].k.device
         if real is None and self.counts is None:
-            self._set(Step(start))
+            self._set(Placement(start))
             queries = torch.arange(start, start + T, device=device)
             if start + T <= self.slots:
                 return queries, Mask()
@@ -177,7 +197,7 @@ class Cache:
         queries = torch.where(real, before[:, None] + real.cumsum(-1) - 1, ABSENT)
         # Of more tokens than slots only the last survive; writing each slot once keeps the result defined.
         rows, cols = (real & (queries >= after[:, None] - self.slots)).nonzero(as_tuple=True)
-        self._set(Step(start, rows, cols, queries[rows, cols]))
+        self._set(Placement(start, rows, cols, queries[rows, cols]))
         return queries, self._mask(queries, before, after)
 
     def advance(self, queries: Int[Tensor, "*B T"]) -> None:
@@ -187,7 +207,7 @@ class Cache:
             self.counts = before + (queries != ABSENT).sum(-1)
         self.length += queries.shape[-1]
 
-    def _set(self, step: Step) -> None:
+    def _set(self, step: Placement) -> None:
         for layer in self.layers:
             layer.step = step
 

@@ -37,7 +37,7 @@ class Encoder(Stack):
         else:
             self.tokens = TokenEmbedding(config.vocab_size, config.d_model, scale=config.embedding_scale)
         self.segments = nn.Embedding(config.n_segments, config.d_model) if config.n_segments else None
-        self.pool = Pool(d_model=config.d_model, kind=config.pool, dense=config.pooler, normed=config.pool_normed)
+        self.pool = Pooling(d_model=config.d_model, kind=config.pool, dense=config.pooler, normed=config.pool_normed)
         self.head: nn.Module | None = None
         if config.head == "tokens":
             self.head = make_head(config)
@@ -106,7 +106,7 @@ class Encoder(Stack):
         return self.head(states, self.tokens.weight if isinstance(self.tokens, TokenEmbedding) else None)
 
 
-class Pool(nn.Module):
+class Pooling(nn.Module):
     """One vector for the whole sequence: the first real state, or the mean or the maximum of the real ones; BERT adds dense + tanh.
 
     `normed` brings it to length 1, so that a dot product of two is their cosine.
