@@ -45,8 +45,8 @@ from clearhead.inside.site_selection import (
     over_tokens,
 )
 from clearhead.inside.sites import ATTENTION, blocks_of, entry_of, find_sites, sites, uncompiled
-from clearhead.layers.attention import Attend, Lowered, facts_of, masked_softmax
-from clearhead.layers.cache import LayerCache, gathered
+from clearhead.layers.attention import Attend, Lowered, facts_of, gathered, masked_softmax
+from clearhead.layers.cache import LayerCache
 from clearhead.layers.masks import ABSENT, Mask
 
 Change = Callable[[Tensor, SiteCall], Tensor]

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from clearhead import viewers
 from clearhead.errors import InputError, did_you_mean
 from clearhead.inside.sites import ATTENTION, blocks_of, entry_of, find_sites, sites, uncompiled
-from clearhead.layers.attention import Attend, attention_scores, facts_of, masked_softmax
-from clearhead.layers.cache import gathered
+from clearhead.layers.attention import Attend, attention_scores, facts_of, gathered, masked_softmax
 from clearhead.layers.masks import Mask
 from clearhead.layers.positions import Bias
 

@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from clearhead import kernels
 from clearhead.errors import InputError, did_you_mean
 from clearhead.layers import block_sparse, strips
-from clearhead.layers.cache import AnyLayerCache, Keys, StoredKeys, gathered
+from clearhead.layers.cache import AnyLayerCache, Keys
 from clearhead.layers.linear import FusedLinear, Linear, RMSNorm
 from clearhead.layers.masks import ALL, Mask, bias_of, lower_pairs
 from clearhead.layers.positions import Angles, Bias, rotate
@@ -125,12 +125,16 @@ class Attend(nn.Module):
     ) -> Float[Tensor, "B H T E"]:
         dropout = self.dropout if self.training else 0.0
         facts, bias = facts_of(mask)
-        if isinstance(k, StoredKeys) and isinstance(v, StoredKeys) and q.shape[2] == 1 and bias is None and not dropout:
+        if not (isinstance(k, Tensor) or isinstance(v, Tensor)) and q.shape[2] == 1 and bias is None and not dropout:
             scale = 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
             out = k.attend(q, v, scale, facts.window) if self.kernel in ("auto", "fused") else None
             if out is not None:
                 return out
         return attend(q, gathered(k), gathered(v), mask, scale=self.scale, dropout=dropout, kernel=self.kernel)
+
+
+def gathered(keys: Keys) -> Float[Tensor, "B K S E"]:
+    return keys if isinstance(keys, Tensor) else keys.gather()
 
 
 def attend(

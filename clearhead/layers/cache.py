@@ -35,10 +35,6 @@ class StoredKeys(Protocol):
 Keys = Float[Tensor, "B K S E"] | StoredKeys
 
 
-def gathered(keys: Keys) -> Float[Tensor, "B K S E"]:
-    return keys if isinstance(keys, Tensor) else keys.gather()
-
-
 @runtime_checkable
 class AnyLayerCache(Protocol):
     """What attention needs of a cache, for one layer."""
