@@ -85,7 +85,7 @@ def test_what_does_not_fit_goes_another_way(seen: list[str], why: str, monkeypat
     elif why == "type":
         x, w = X.double(), W.double()
     elif why == "large":
-        monkeypatch.setattr(onednn, "LARGEST", W.numel() - 1)
+        monkeypatch.setattr(onednn, "MAX_WEIGHT", W.numel() - 1)
     elif why == "off":
         monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     if why == "forward mode":
@@ -126,15 +126,24 @@ def test_who_looks_sees_what_lies_between(seen: list[str]) -> None:
     assert seen == ["gelu", "none", *["none"] * 4]
 
 
-def test_only_a_layer_of_ours_is_activated_in_one_step() -> None:
+def test_only_a_layer_of_ours_is_activated_in_one_step(seen: list[str]) -> None:
+    """Other layers, unknown activations and gradients: the activation is torch's, after the product."""
+
     class Other(Linear):
         pass
 
+    def products(layer: Linear, activation: str) -> tuple[bool, bool]:
+        """Whether the product applied the activation itself, and whether the result is right."""
+        seen.clear()
+        result = activated(layer, X, activation)
+        expected = ACTIVATIONS[activation](F.linear(X, layer.weight, layer.bias))
+        return "gelu" in seen, torch.allclose(result, expected, atol=1e-5)
+
     with torch.no_grad():
-        assert activated(Linear(29, 17), X, "gelu") is not None
-        assert activated(Linear(29, 17), X, "relu2") is None
-        assert activated(Other(29, 17), X, "gelu") is None
-    assert activated(Linear(29, 17), X, "gelu") is None, "a gradient needs what comes before the activation"
+        assert products(Linear(29, 17), "gelu") == (True, True)
+        assert products(Linear(29, 17), "relu2") == (False, True)
+        assert products(Other(29, 17), "gelu") == (False, True)
+    assert products(Linear(29, 17), "gelu") == (False, True)
 
 
 def test_weights_are_laid_out_once_and_anew_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,8 +151,3 @@ def test_an_empty_cache_is_an_error() -> None:
         new_cache(batch=0)
     with pytest.raises(InputError, match=r"at least 1; got batch=3, max_len=0"):
         new_cache(max_len=0)
-
-
-def test_freeing_every_row_is_an_error() -> None:
-    with pytest.raises(InputError, match=r"at least one"):
-        new_cache().free([0, 1, 2])
