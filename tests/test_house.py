@@ -114,6 +114,16 @@ def test_private_names_are_noticed(name: str) -> None:
     assert PRIVATE.search(name)
 
 
+def test_the_core_knows_only_the_door() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in core_files()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("clearhead.kernels.")
+    ]
+    assert found == []
+
+
 def test_kernels_are_imported_at_the_top() -> None:
     """An import inside a function hides an arrow; only the door itself loads Triton's kernels late."""
     found = [

@@ -1,9 +1,13 @@
-"""Everything that is there for speed: tensors in, tensors out. This file is the door; other rooms call these functions only.
+"""Everything that is there for speed: tensors in, tensors out. This file is the door: layers and models call these functions only.
 
-One law holds for all of them: a fast path computes what the plain one does, or says no. None means "use torch".
+One law holds for all of them: a fast path computes what the plain one does, or says no. None means "use torch". Rooms that run a whole
+step or a loss (engine, quantization, generation, training) import the modules below as well.
 
 checks.py         when a kernel of our own may replace torch's operators
 native.py         native.cpp and cpp/: C++ for the CPU, compiled on first use
+decode_step.py    a whole decode step in C++: its structures, filled from tensors
+snapshot.py       whether a model's tensors and attributes are as they were
+compiler.py       settings of torch.compile
 decode_step.py    a whole decode step of native.cpp: from last tokens to logits
 snapshot.py       whether the weights and attributes of modules have changed
 onednn.py         products of many rows on the CPU
