@@ -1,7 +1,7 @@
 """Everything that is there for speed: tensors in, tensors out. This file is the door: layers and models call these functions only.
 
-One law holds for all of them: a fast path computes what the plain one does, or says no. None means "use torch". Rooms that run a whole
-step or a loss (engine, quantization, generation, training) import the modules below as well.
+One law holds for all of them: a fast path computes what the plain one does, or says no. None means "use torch". Rooms that run
+a whole step or a loss (engine, quantization, generation, training) import the modules below as well.
 
 checks.py         when a kernel of our own may replace torch's operators
 native.py         native.cpp and cpp/: C++ for the CPU, compiled on first use
