@@ -19,7 +19,7 @@ def fields(*lines: str) -> frozenset[str]:
     return frozenset(name for line in lines for name in line.split())
 
 
-# How texts are written. checkpoint/loading.py reads these fields, and refuses values that are not supported.
+# How texts are written. checkpoint/loading.py reads some of these fields, and warns of those that are not applied.
 GENERATION = fields(
     "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id",
     "forced_decoder_ids max_length min_length max_new_tokens min_new_tokens do_sample early_stopping num_beams num_beam_groups",

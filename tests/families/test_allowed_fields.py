@@ -184,3 +184,30 @@ def test_lower_case_is_harmless_where_the_tokenizer_makes_it(tmp_path: Path) -> 
     change(folder / "sentence_bert_config.json", do_lower_case=True)
     change(folder / "tokenizer_config.json", do_lower_case=True)
     load(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (dict(num_beams=4), "num_beams=4 .* pass beams=4 for it"),
+        (dict(repetition_penalty=1.2), "repetition_penalty=1.2 .* pass repetition_penalty=1.2 for it"),
+        (dict(no_repeat_ngram_size=3), "no_repeat_ngram_size=3 .* pass no_repeat_ngram=3 for it"),
+        (
+            dict(exponential_decay_length_penalty=[5, 1.1]),
+            "exponential_decay_length_penalty=.* there is no option for it",
+        ),
+        (dict(renormalize_logits=True), "renormalize_logits=True .* there is no option for it"),
+    ],
+)
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_what_a_checkpoint_asks_of_its_texts_is_said(
+    tmp_path: Path, file: str, fields: dict[str, Any], words: str
+) -> None:
+    folder = saved(tiny(transformers.GPT2LMHeadModel, gpt2()), tmp_path)
+    neutral = dict(num_beams=1, repetition_penalty=1.0, no_repeat_ngram_size=0, renormalize_logits=False)
+    change(folder / file, **neutral)
+    load(folder)  # warnings are errors here
+    change(folder / file, **fields)
+    with pytest.warns(UserWarning, match=words) as said:
+        load(folder)
+    assert len(said) == 1
