@@ -12,6 +12,16 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from clearhead.errors import ConfigError, did_you_mean
 
+# Far above any model. A larger number is a broken file's, and would take memory before any weight is read.
+MOST = {
+    **dict.fromkeys(("n_layers", "n_decoder_layers"), 10_000),
+    **dict.fromkeys(("n_heads", "n_kv_heads"), 2**16),
+    **dict.fromkeys(("d_model", "d_head", "d_ff", "n_classes", "n_segments", "n_mels", "n_channels"), 2**26),
+    **dict.fromkeys(("image_size", "patch_size", "t5_buckets"), 2**20),
+    **dict.fromkeys(("vocab_size", "source_vocab_size", "max_len", "max_source_len", "window"), 2**40),
+    **dict.fromkeys(("rotary_original_len", "t5_max_distance"), 2**40),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -144,6 +154,8 @@ class Config:
         return cls(**exact)
 
     def _derive(self) -> None:
+        for name, most in MOST.items():  # first of all: tuples of heads, layers and labels are built of these
+            self._at_most(name, most)
         for name in ("d_model", "n_layers", "n_heads"):
             self._at_least(name, 1)
         if self.d_head == 0:
@@ -295,6 +307,10 @@ class Config:
     def _at_least(self, name: str, least: int) -> None:
         if getattr(self, name) < least:
             raise ConfigError(f"{name}={getattr(self, name)} is too small; nearest valid: {name}={least}")
+
+    def _at_most(self, name: str, most: int) -> None:
+        if getattr(self, name) > most:
+            raise ConfigError(f"{name}={getattr(self, name)} is too large; the largest valid: {name}={most}")
 
 
 @dataclass(frozen=True, kw_only=True)

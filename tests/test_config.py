@@ -29,6 +29,10 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     # the config, its changes, and words of the error message
     ("heads", GPT | dict(d_model=22, n_heads=5), ["d_model=22", "n_heads=5", "nearest that does: n_heads=2", "d_head"]),
     ("groups", GPT | dict(n_heads=11, n_kv_heads=5), ["n_heads=11", "n_kv_heads=5", "nearest", "n_kv_heads=1"]),
+    ("many heads", GPT | dict(n_heads=10**9, d_head=2), ["n_heads=1000000000", "too large", "n_heads=65536"]),
+    ("many layers", GPT | dict(n_layers=10**9), ["n_layers=1000000000", "too large", "n_layers=10000"]),
+    ("many decoder layers", T5 | dict(n_decoder_layers=10**9), ["n_decoder_layers=1000000000", "too large"]),
+    ("many classes", BERT | dict(head="classes", n_classes=10**9), ["n_classes=1000000000", "too large"]),
     ("layers", GPT | dict(n_layers=0), ["n_layers=0", "too small", "n_layers=1"]),
     ("width", GPT | dict(d_model=-22), ["d_model=-22", "too small", "d_model=1"]),
     ("no heads", GPT | dict(n_heads=0), ["n_heads=0", "n_heads=1"]),

@@ -5,6 +5,7 @@ Every tensor of the file must be used and every parameter of the model assigned.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -149,7 +150,8 @@ def _hugging_face(path: Path, theirs: Mapping[str, Any], weights: Weights) -> Ch
     family = family_of(kind)
     if family is None:
         known = [name for module in FAMILIES.values() for name in module.HF]
-        raise CheckpointError(f"model_type {kind!r} is not a family we have; {did_you_mean(kind, known)}")
+        # No nearest name: a file's model_type is no slip of the hand, and BART is no BERT.
+        raise CheckpointError(f"model_type {kind!r} is not a family we have; supported: {', '.join(sorted(known))}")
     module = FAMILIES[family]
     theirs = {**theirs, **read_modules(path)}
     keys = Keys({key.removeprefix(module.PREFIX): key for key in weights.shapes}, weights.read)
@@ -160,17 +162,43 @@ def _hugging_face(path: Path, theirs: Mapping[str, Any], weights: Weights) -> Ch
     except ConfigError as error:
         raise CheckpointError(f"config.json can not be built: {error}") from None
     check_layers(config, weights)
+    beside = path / "generation_config.json"
+    written = read_json(beside) if beside.is_file() else {}
+    if config.shape != "encoder":
+        warn_of_unapplied({**theirs, **written})
     return Checkpoint(
         config,
         weights,
         expand(module.NAMES, config),
         keys,
-        read_generation(
-            theirs, read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
-        ),
+        read_generation(theirs, written),
         unused=module.UNUSED,
         extras=module.EXTRAS,
     )
+
+
+# Fields that change which texts a checkpoint writes, the values that change nothing, and our option for the same.
+UNAPPLIED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "num_beams": ((1,), "beams"),
+    "repetition_penalty": ((1.0,), "repetition_penalty"),
+    "no_repeat_ngram_size": ((0,), "no_repeat_ngram"),
+    "encoder_no_repeat_ngram_size": ((0,), ""),
+    "exponential_decay_length_penalty": ((), ""),
+    "renormalize_logits": ((False,), ""),
+}
+
+
+def warn_of_unapplied(fields: Mapping[str, Any]) -> None:
+    """Say which wishes of the checkpoint about its texts are not applied by themselves, and which option applies each."""
+    for name, (neutral, option) in UNAPPLIED.items():
+        value = fields.get(name)
+        if value is not None and value not in neutral:
+            advice = f"pass {option}={value!r} for it" if option else "there is no option for it"
+            warnings.warn(
+                f"the checkpoint asks for {name}={value!r:.60} when it writes texts, which is not applied by itself; {advice}",
+                UserWarning,
+                stacklevel=6,  # the line that calls `load`
+            )
 
 
 def read_generation(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Generation:

@@ -76,7 +76,7 @@ def read_image(
 ) -> UInt8[np.ndarray, "c h w"]:
     """An image file, resized and cropped but not yet scaled: numbers from 0 to 255."""
     try:
-        from PIL import Image  # pyright: ignore[reportMissingImports]
+        from PIL import Image, ImageOps  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise MissingExtraError("pictures need Pillow, which is missing; pip install 'clearhead[pictures]'") from None
     name = source if isinstance(source, str | Path) else "the input"
@@ -86,7 +86,8 @@ def read_image(
         with warnings.catch_warnings(), Image.open(source) as opened:
             # A small file may decompress to any amount of memory.
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            image = opened.convert("L" if n_channels == 1 else "RGB")
+            # Phones store a photo as the sensor read it, and beside it how to turn it upright.
+            image = ImageOps.exif_transpose(opened).convert("L" if n_channels == 1 else "RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise InputError(f"{name} is no picture that can be read ({error}); convert it to png or jpeg") from None
     if preprocessing.size is not None:

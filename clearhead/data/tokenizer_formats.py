@@ -51,6 +51,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 def read_tokenizer_json(path: Path) -> Tokenizer:
     with parts.parse_errors(path, "a tokenizer.json"):
         core = tokenizers.Tokenizer.from_str(parts.read_bytes(path).decode())
+        parts.apply_config(core, path.parent)
         # Some broken files fail only at their first use.
         core.encode("a b")
     return parts.finish(core, path.parent)
@@ -59,7 +60,8 @@ def read_tokenizer_json(path: Path) -> Tokenizer:
 def read_gpt2(vocab_path: Path) -> Tokenizer:
     """Vocabulary and merges: transformers' vocab.json + merges.txt, or OpenAI's encoder.json + vocab.bpe."""
     merges_path = vocab_path.with_name({"encoder.json": "vocab.bpe"}.get(vocab_path.name, "merges.txt"))
-    kind = str(parts.read_json(vocab_path.with_name("tokenizer_config.json")).get("tokenizer_class") or "GPT2Tokenizer")
+    config = parts.read_json(vocab_path.with_name("tokenizer_config.json"))
+    kind = str(config.get("tokenizer_class") or "GPT2Tokenizer")
     words = {"GPT2": "gpt-2", "Whisper": "gpt-2", "Qwen2": "qwen2"}.get(re.sub(r"Tokenizer(Fast)?$", "", kind))
     if words is None:
         raise CheckpointError(
@@ -72,8 +74,17 @@ def read_gpt2(vocab_path: Path) -> Tokenizer:
         core = parts.byte_level_bpe(vocab, [_two(line.rstrip("\r")) for line in lines if line], words)
         parts.add_special(core, ["<|endoftext|>"])
         parts.add_listed(core, vocab_path.parent)
+        if config.get("add_prefix_space") and words == "gpt-2":
+            core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
         _surround_whisper(core)
-    return parts.finish(core, vocab_path.parent)
+    tokenizer = parts.finish(core, vocab_path.parent)
+    ends = [
+        tokenizer.bos if config.get("add_bos_token") else None,
+        tokenizer.eos if config.get("add_eos_token") else None,
+    ]
+    if any(id is not None for id in ends):
+        parts.surround(core, *([None if id is None else core.id_to_token(id)] for id in ends))
+    return tokenizer
 
 
 def _two(line: str) -> tuple[str, str]:

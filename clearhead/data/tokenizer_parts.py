@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,6 +99,37 @@ def finish(core: tokenizers.Tokenizer, folder: Path) -> Tokenizer:
         with parse_errors(own, "a UTF-8 chat template"):
             template = read_bytes(own).decode()
     return Tokenizer(core, roles, template if isinstance(template, str) else None)
+
+
+def apply_config(core: tokenizers.Tokenizer, folder: Path) -> None:
+    """Apply the rules of tokenizer_config.json to a tokenizer.json that says otherwise, as transformers does.
+
+    BERT's class takes case, accents and Chinese characters from there, GPT-2's and Whisper's the space before a text. A class that
+    is named has defaults for what is not given. Without a name, the model's class is meant, and only fields that are given count.
+    The general classes (PreTrainedTokenizerFast) follow tokenizer.json, and `add_bos_token` does so for all.
+    """
+    config = read_json(folder / "tokenizer_config.json")
+    named = re.sub(r"Tokenizer(Fast)?$", "", str(config.get("tokenizer_class") or "")).lower()
+    kind = named or read_json(folder / "config.json").get("model_type")
+    if kind == "bert" and isinstance(rules := core.normalizer, normalizers.BertNormalizer):
+        core.normalizer = normalizers.BertNormalizer(
+            clean_text=rules.clean_text,
+            lowercase=bool(config.get("do_lower_case", True if named else rules.lowercase)),
+            strip_accents=config.get("strip_accents", None if named else rules.strip_accents),
+            handle_chinese_chars=bool(
+                config.get("tokenize_chinese_chars", True if named else rules.handle_chinese_chars)
+            ),
+        )
+    if kind in ("gpt2", "whisper"):
+        split, spaced = core.pre_tokenizer, config.get("add_prefix_space")
+        if isinstance(split, pre_tokenizers.ByteLevel):
+            start = bool(spaced) if named or spaced is not None else split.add_prefix_space
+            core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=start, use_regex=split.use_regex)
+        elif spaced:
+            raise CheckpointError(
+                f"tokenizer_config.json's add_prefix_space={spaced!r} does not fit tokenizer.json, whose pre_tokenizer is a "
+                f"{type(split).__name__}; set add_prefix_space to false, or export both files again"
+            )
 
 
 def by_convention(core: tokenizers.Tokenizer) -> dict[str, int | None]:

@@ -11,14 +11,15 @@ from typing import Any
 
 from clearhead.config import Config
 from clearhead.errors import CheckpointError
+from clearhead.families.allowed_fields import fields, refuse
 from clearhead.families.config_translation import (
+    BERT_SIZES,
     NameRow,
     activation,
     both,
     labels,
     pooling,
     read_bert_sizes,
-    refuse,
     refuse_to_write,
     take,
     write_activation,
@@ -54,10 +55,15 @@ PREFIX = "bert."
 HEADS: tuple[str, ...] = ("cls.", "classifier.")
 UNUSED: tuple[str, ...] = ("*embeddings.position_ids", "*embeddings.token_type_ids")
 EXTRAS: tuple[str, ...] = ("*pooler.dense.*", "cls.seq_relationship.*", "cls.predictions.bias")
+FIELDS = BERT_SIZES | fields(
+    "vocab_size max_position_embeddings type_vocab_size hidden_act modules",
+    # Of TensorFlow's files; no model reads them.
+    "directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type",
+)
 
 
 def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
-    refuse(theirs, position_embedding_type=(None, "absolute"))
+    refuse(theirs, FIELDS, position_embedding_type=(None, "absolute"), is_causal=(None, False))
     return dict(
         **read_bert_sizes(theirs),
         vocab_size=take(theirs, "vocab_size"),
@@ -70,7 +76,12 @@ def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
 
 def _read_head(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
     """The fields of head and pooler. The file's keys show which of them the model has."""
-    pooler = "pooler.dense.weight" in keys
+    pooler, pools = "pooler.dense.weight" in keys, pooling(theirs)
+    if pools and ("cls.predictions.transform.dense.weight" in keys or "classifier.weight" in keys):
+        raise CheckpointError(
+            f"modules.json makes sentence embeddings, but the weights have a head (architectures={theirs.get('architectures')}), "
+            f"which embeddings do not use; save the model as BertModel, or delete modules.json to load it with its head"
+        )
     if "cls.predictions.transform.dense.weight" in keys:
         tied = theirs.get("tie_word_embeddings", True)
         return dict(head="tokens", head_transform=True, head_bias="learned", tie_embeddings=tied, pooler=False)
@@ -81,7 +92,7 @@ def _read_head(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any
                 f"supported: BertModel, BertForMaskedLM, BertForPreTraining, BertForSequenceClassification"
             )
         return dict(head="classes", pooler=True, **labels(theirs))
-    return {"pooler": pooler, **pooling(theirs)}
+    return {"pooler": pooler, **pools}
 
 
 def write(config: Config) -> dict[str, Any]:

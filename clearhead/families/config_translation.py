@@ -1,6 +1,6 @@
 """Functions that the family modules share to translate config.json of other libraries to our fields, and back.
 
-A field that would change the result and that we do not support is an error; it is never ignored.
+Each `read` begins with `refuse` (allowed_fields.py): a field that is not supported is an error; it is never ignored.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 from clearhead.config import Config
 from clearhead.errors import CheckpointError, did_you_mean
+from clearhead.families.allowed_fields import fields
 
 # A row of a table of tensor names: theirs, ours, and optionally the layout (see checkpoint/tensor_names.py).
 NameRow = tuple[str, str | tuple[str, ...]] | tuple[str, str | tuple[str, ...], str]
@@ -24,30 +25,6 @@ ACTIVATIONS = {
     "swish": "silu",
     "relu2": "relu2",
     "relu_squared": "relu2",
-}
-
-# Fields of other models that change what a model computes, with the values that mean "not used".
-FOREIGN: dict[str, tuple[Any, ...]] = {
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "query_pre_attn_scalar": (None,),
-    "partial_rotary_factor": (None, 1.0),
-    "attention_multiplier": (None, 1.0),
-    "residual_multiplier": (None, 1.0),
-    "embedding_multiplier": (None, 1.0),
-    "logits_scaling": (None, 1.0),
-    "num_local_experts": (None, 0, 1),
-    "num_experts": (None, 0, 1),
-    "quantization_config": (None,),
-    "is_decoder": (None, False),
-    "add_cross_attention": (None, False),
-    "use_parallel_residual": (None, False),
-    "parallel_attn": (None, False),
-    "attention_sinks": (None, False),
-    "normalize_before": (None, False),
-    "normalize_embedding": (None, False),
-    "add_bias_logits": (None, False),
-    "static_position_embeddings": (None, True),
 }
 
 
@@ -75,6 +52,12 @@ def take(theirs: Mapping[str, Any], field: str, default: Any = None) -> Any:
     return default if value is None else value
 
 
+BERT_SIZES = fields(
+    "hidden_size num_hidden_layers num_attention_heads intermediate_size layer_norm_eps hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+)
+
+
 def read_bert_sizes(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that BERT, ESM and ViT have in common."""
     return dict(
@@ -98,6 +81,12 @@ def write_bert_sizes(config: Config) -> dict[str, Any]:
         hidden_dropout_prob=config.dropout,
         attention_probs_dropout_prob=config.attention_dropout,
     )
+
+
+BART_SIZES = fields(
+    "d_model encoder_layers decoder_layers encoder_attention_heads decoder_attention_heads encoder_ffn_dim decoder_ffn_dim",
+    "activation_function dropout attention_dropout activation_dropout encoder_layerdrop decoder_layerdrop num_hidden_layers",
+)
 
 
 def read_bart_sizes(theirs: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,16 +134,6 @@ def write_activation(config: Config) -> str:
     return {"gelu_tanh": "gelu_new", "silu": "silu", "relu2": "relu2"}.get(config.feedforward, config.feedforward)
 
 
-def refuse(theirs: Mapping[str, Any], **neutral: tuple[Any, ...]) -> None:
-    """Raise an error if one of these fields, or of `FOREIGN`, has a value that is not neutral."""
-    for field, values in {**FOREIGN, **neutral}.items():
-        if field in theirs and theirs[field] not in values:
-            raise CheckpointError(
-                f"config.json's {field}={theirs[field]!r} changes what the model computes and is not supported; "
-                f"supported: {', '.join(map(repr, values))}"
-            )
-
-
 def labels(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """The number of classes, and their names unless they are the default LABEL_0, LABEL_1 ..."""
     named: Mapping[str, str] = theirs.get("id2label") or {}
@@ -174,20 +153,20 @@ def pooling(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """The pooling that sentence-transformers' modules define, in place of the model's own pooler; {} without such modules."""
     if "modules" not in theirs:
         return {}
-    fields: dict[str, Any] = dict(pooler=False)
+    found: dict[str, Any] = dict(pooler=False)
     for module in theirs["modules"]:
         match module.get("type"):
             case "Transformer":
                 pass
             case "Pooling":
-                fields["pool"] = _pool_of(module)
+                found["pool"] = _pool_of(module)
             case "Normalize":
-                fields["pool_normed"] = True
+                found["pool_normed"] = True
             case other:
                 raise CheckpointError(
                     f"modules.json's {other!r} changes the embeddings and is not supported; supported: Pooling, Normalize"
                 )
-    return fields
+    return found
 
 
 POOLS = {"mean": "mean", "mean_tokens": "mean", "cls": "first", "cls_token": "first", "max": "max", "max_tokens": "max"}

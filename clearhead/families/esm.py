@@ -11,14 +11,15 @@ from typing import Any
 
 from clearhead.config import Config
 from clearhead.errors import CheckpointError
+from clearhead.families.allowed_fields import fields, refuse
 from clearhead.families.bert import norm
 from clearhead.families.config_translation import (
+    BERT_SIZES,
     Keys,
     NameRow,
     both,
     labels,
     read_bert_sizes,
-    refuse,
     refuse_to_write,
     take,
     write_bert_sizes,
@@ -55,10 +56,19 @@ UNUSED: tuple[str, ...] = (
     "*rotary_embeddings.inv_freq",  # computed from `rotary_base` and `rotary_precision`
 )
 EXTRAS: tuple[str, ...] = ("*contact_head.*",)
+FIELDS = BERT_SIZES | fields(
+    "vocab_size max_position_embeddings rope_theta emb_layer_norm_before token_dropout mask_token_id vocab_list"
+)
 
 
 def read(theirs: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
-    refuse(theirs, position_embedding_type=("rotary",), is_folding_model=(None, False), hidden_act=(None, "gelu"))
+    refuse(
+        *(theirs, FIELDS),
+        position_embedding_type=("rotary",),
+        is_folding_model=(None, False),
+        hidden_act=(None, "gelu"),
+        is_causal=(None, False),
+    )
     take(theirs, "position_embedding_type")  # without the field, positions are absolute: ESM-1b
     sizes, base = read_bert_sizes(theirs), take(theirs, "rope_theta", 10_000.0)
     return dict(

@@ -10,11 +10,11 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from clearhead.config import Config
+from clearhead.families.allowed_fields import fields, refuse
 from clearhead.families.config_translation import (
     NameRow,
     activation,
     both,
-    refuse,
     refuse_to_write,
     take,
     write_activation,
@@ -52,14 +52,21 @@ PREFIX = "transformer."
 HEADS = ("lm_head.",)
 UNUSED = ("*.attn.bias", "*.attn.masked_bias")
 EXTRAS = ()
+FIELDS = fields(
+    "n_embd n_layer n_head n_inner n_positions n_ctx vocab_size activation_function layer_norm_epsilon",
+    "resid_pdrop attn_pdrop embd_pdrop",
+    # Another task's head; old names; float32 in attention, which changes rounding only.
+    "summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout",
+    "n_special predict_special_tokens reorder_and_upcast_attn",
+)
 
 
 def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
     refuse(
-        theirs,
+        *(theirs, FIELDS),
         scale_attn_weights=(True,),
         scale_attn_by_inverse_layer_idx=(False,),
-        reorder_and_upcast_attn=(False, True),
+        is_causal=(None, True),
     )
     return dict(
         d_model=take(theirs, "n_embd"),

@@ -10,11 +10,11 @@ from typing import Any
 
 from clearhead.config import Config
 from clearhead.errors import CheckpointError
+from clearhead.families.allowed_fields import fields, refuse
 from clearhead.families.config_translation import (
     NameRow,
     activation,
     both,
-    refuse,
     refuse_to_write,
     take,
     write_activation,
@@ -100,10 +100,28 @@ PREFIX = "model."
 HEADS = ("lm_head.",)
 UNUSED = ("*.rotary_emb.inv_freq",)
 EXTRAS = ()
+FIELDS = fields(
+    "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size vocab_size hidden_act",
+    "max_position_embeddings rms_norm_eps attention_dropout sliding_window use_sliding_window max_window_layers",
+    "rope_parameters rope_scaling rope_theta",
+    "attention_bias",  # the file's tensors show which projections have one
+    "pretraining_tp is_llama_config max_sequence_length",  # how it was trained; old names
+)
+ROPE_FIELDS = fields(
+    "rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings"
+)
 
 
 def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
-    refuse(theirs, mlp_bias=(None, False))
+    kinds = FIELDS | {"layer_types"} if theirs.get("model_type") == "qwen2" else FIELDS
+    refuse(
+        theirs,
+        kinds,
+        mlp_bias=(None, False),
+        is_causal=(None, True),
+        rope_interleaved=(None, False),
+        use_mrope=(None, False),
+    )
     n_heads = take(theirs, "num_attention_heads")
     biased = [letter for letter in "qkvo" if f"layers.0.self_attn.{letter}_proj.bias" in keys]
     return dict(
@@ -144,22 +162,32 @@ def _read_window(theirs: Mapping[str, Any]) -> int:
 
 
 def _read_rope(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Base and scaling: in `rope_parameters` since transformers 5, before in `rope_theta` and `rope_scaling`."""
-    rope: Mapping[str, Any] = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    """Base and scaling: in `rope_parameters` since transformers 5, before in `rope_theta` and `rope_scaling`.
+
+    transformers reads `rope_scaling` if both are there.
+    """
+    newer: Mapping[str, Any] = theirs.get("rope_parameters") or {}
+    rope: Mapping[str, Any] = theirs.get("rope_scaling") or newer
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise CheckpointError(f"config.json's rope type {kind!r} is not supported; supported: default, linear, llama3")
-    refuse(rope)  # such as a partial rotation, which may also be set here
-    fields: dict[str, Any] = dict(rotary_base=rope.get("rope_theta") or theirs.get("rope_theta") or 10_000.0)
+    refuse(rope, ROPE_FIELDS)  # such as a partial rotation, which may also be set here
+    base = rope.get("rope_theta") or theirs.get("rope_theta") or 10_000.0
+    if newer.get("rope_theta") not in (None, base):
+        raise CheckpointError(
+            f"config.json has rope_theta={newer['rope_theta']!r} in rope_parameters, and {base!r} beside rope_scaling; "
+            f"delete the one that does not hold"
+        )
+    found: dict[str, Any] = dict(rotary_base=base)
     if kind != "default":
-        fields.update(rotary_scaling=kind, rotary_factor=take(rope, "factor"))
+        found.update(rotary_scaling=kind, rotary_factor=take(rope, "factor"))
     if kind == "llama3":
-        fields.update(
+        found.update(
             rotary_low=take(rope, "low_freq_factor"),
             rotary_high=take(rope, "high_freq_factor"),
             rotary_original_len=take(rope, "original_max_position_embeddings"),
         )
-    return fields
+    return found
 
 
 def write(config: Config) -> dict[str, Any]:
@@ -167,7 +195,13 @@ def write(config: Config) -> dict[str, Any]:
     refuse_to_write(
         *(config, "LLaMA's layout"),
         **{name: BASE[name] for name in ("shape", "positions", "norm", "norm_first", "gated", "bias")},
-        **dict(rotary_interleaved=False, qk_norm=False, attention_scale=0.0, attention_bias=tuple(biases)),
+        **dict(
+            rotary_interleaved=False,
+            rotary_precision="float32",
+            qk_norm=False,
+            attention_scale=0.0,
+            attention_bias=tuple(biases),
+        ),
         **dict(embedding_scale=False, embedding_norm=False, head_bias="none", head_transform=False, head_scale=False),
     )
     kind = biases[config.attention_bias]

@@ -10,11 +10,12 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from clearhead.config import Config
+from clearhead.families.allowed_fields import fields, refuse
 from clearhead.families.config_translation import (
+    BART_SIZES,
     NameRow,
     both,
     read_bart_sizes,
-    refuse,
     refuse_to_write,
     take,
     write_bart_sizes,
@@ -44,10 +45,18 @@ HEADS: tuple[str, ...] = ("lm_head.", "final_logits_bias")
 # Old files store the sinusoids. Files with separate embeddings for source and target also have an unused shared one.
 UNUSED: tuple[str, ...] = ("*embed_positions.weight", "*shared.weight")
 EXTRAS: tuple[str, ...] = ()
+FIELDS = BART_SIZES | fields(
+    "vocab_size decoder_vocab_size share_encoder_decoder_embeddings max_position_embeddings scale_embedding"
+)
 
 
 def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
-    refuse(theirs, add_final_layer_norm=(None, False), is_encoder_decoder=(None, True))
+    refuse(
+        *(theirs, FIELDS),
+        add_final_layer_norm=(None, False),
+        is_encoder_decoder=(None, True),
+        is_causal=(None, True),
+    )
     vocab_size, tied = take(theirs, "vocab_size"), theirs.get("tie_word_embeddings", True)
     sizes: dict[str, Any] = dict(vocab_size=vocab_size)
     if (

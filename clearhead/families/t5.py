@@ -11,7 +11,16 @@ from typing import Any
 
 from clearhead.config import Config
 from clearhead.errors import CheckpointError
-from clearhead.families.config_translation import NameRow, activation, refuse, refuse_to_write, take, write_activation
+from clearhead.families.allowed_fields import fields, refuse
+from clearhead.families.config_translation import (
+    NameRow,
+    activation,
+    pooling,
+    refuse_to_write,
+    take,
+    write_activation,
+    write_pooling,
+)
 
 BASE: dict[str, Any] = dict(
     shape="encoder-decoder",
@@ -44,11 +53,16 @@ PREFIX = ""
 HEADS: tuple[str, ...] = ("lm_head.",)
 UNUSED: tuple[str, ...] = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)  # old files
 EXTRAS: tuple[str, ...] = ()
+FIELDS = fields(
+    "d_model num_layers num_decoder_layers num_heads d_kv d_ff vocab_size n_positions relative_attention_num_buckets",
+    "relative_attention_max_distance layer_norm_epsilon dropout_rate feed_forward_proj dense_act_fn is_gated_act",
+    "scale_decoder_outputs is_encoder_decoder modules",
+)
 
 
 def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
-    refuse(theirs)
-    fields = dict(
+    refuse(theirs, FIELDS, is_causal=(None, True))
+    found = dict(
         d_model=take(theirs, "d_model"),
         n_layers=take(theirs, "num_layers"),
         n_heads=take(theirs, "num_heads"),
@@ -65,10 +79,15 @@ def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
     )
     kinds = theirs.get("architectures") or ()
     if "T5EncoderModel" in kinds or not theirs.get("is_encoder_decoder", True):
-        return dict(fields, shape="encoder")
+        return dict(found, shape="encoder", **pooling(theirs))
+    if "modules" in theirs:
+        raise CheckpointError(
+            f"modules.json makes sentence embeddings, but architectures={list(kinds)} has a decoder, which embeddings do not use; "
+            f"save the model as T5EncoderModel, or delete modules.json to load it whole"
+        )
     if "T5Model" in kinds:
         raise CheckpointError("config.json's architectures=['T5Model'] is a T5 without its head; load the whole model")
-    return dict(fields, n_decoder_layers=theirs.get("num_decoder_layers") or 0, **_read_head(theirs, keys))
+    return dict(found, n_decoder_layers=theirs.get("num_decoder_layers") or 0, **_read_head(theirs, keys))
 
 
 def _read_feedforward(theirs: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,6 +146,8 @@ def write(config: Config) -> dict[str, Any]:
         tie_word_embeddings=config.head_scale,
         scale_decoder_outputs=config.head_scale,
         is_encoder_decoder=not encoder,
+        # A T5 encoder has no pooler: without modules its embedding is the first state.
+        **(write_pooling(config) if config.pool != "first" or config.pool_normed else {}),
         **dict.fromkeys(("pad_token_id", "eos_token_id")),
     )
 

@@ -10,13 +10,14 @@ from typing import Any
 
 from clearhead.config import Config
 from clearhead.errors import CheckpointError
+from clearhead.families.allowed_fields import fields, refuse
 from clearhead.families.config_translation import (
+    BERT_SIZES,
     NameRow,
     activation,
     both,
     labels,
     read_bert_sizes,
-    refuse,
     refuse_to_write,
     take,
     write_activation,
@@ -53,6 +54,10 @@ PREFIX = "vit."
 HEADS: tuple[str, ...] = ("classifier.",)
 UNUSED: tuple[str, ...] = ()
 EXTRAS: tuple[str, ...] = ("*embeddings.mask_token",)
+FIELDS = BERT_SIZES | fields(
+    "head_dim image_size patch_size num_channels qkv_bias hidden_act",
+    "encoder_stride vocab_size max_position_embeddings",  # of masked images, and of models over text
+)
 
 
 def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
@@ -62,7 +67,12 @@ def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
             "without one is stored as model_type='vit': take that, such as facebook/deit-base-patch16-224"
         )
     sizes = read_bert_sizes(theirs)
-    refuse(theirs, pooler_act=(None, "tanh"), pooler_output_size=(None, sizes["d_model"]))
+    refuse(
+        *(theirs, FIELDS),
+        pooler_act=(None, "tanh"),
+        pooler_output_size=(None, sizes["d_model"]),
+        is_causal=(None, False),
+    )
     head = "classes" if "classifier.weight" in keys else "none"
     return dict(
         **sizes,

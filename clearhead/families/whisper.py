@@ -9,11 +9,12 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from clearhead.config import Config
+from clearhead.families.allowed_fields import fields, refuse
 from clearhead.families.config_translation import (
+    BART_SIZES,
     NameRow,
     both,
     read_bart_sizes,
-    refuse,
     refuse_to_write,
     take,
     write_bart_sizes,
@@ -49,10 +50,16 @@ PREFIX = "model."
 HEADS: tuple[str, ...] = ("proj_out.",)
 UNUSED: tuple[str, ...] = ()
 EXTRAS: tuple[str, ...] = ()
+FIELDS = BART_SIZES | fields(
+    "vocab_size num_mel_bins max_target_positions max_source_positions",
+    # Noise in training, another task's head, word times.
+    "apply_spec_augment mask_time_prob mask_time_length mask_time_min_masks mask_feature_prob mask_feature_length",
+    "mask_feature_min_masks use_weighted_layer_sum classifier_proj_size median_filter_width",
+)
 
 
 def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
-    refuse(theirs, scale_embedding=(None, False), is_encoder_decoder=(None, True))
+    refuse(theirs, FIELDS, scale_embedding=(None, False), is_encoder_decoder=(None, True), is_causal=(None, True))
     return dict(
         **read_bart_sizes(theirs),
         vocab_size=take(theirs, "vocab_size"),

@@ -198,7 +198,7 @@ def test_refusals(tmp_path: Path) -> None:
     assert "'blk.0.attn_k.weight'" in refused(attention__head_count_kv=3)
     assert "shape (53, 24)" in refused(embedding_length=48, rope__dimension_count=8)
     assert "do not fit" in refused(block_count=1)
-    assert "asks for 2000000000" in refused(block_count=2 * 10**9)
+    assert "n_layers=2000000000 is too large" in refused(block_count=2 * 10**9)
     assert "'one' as its 'rope.freq_base'" in refused(rope__freq_base="one")
     assert "one of 3 pieces" in refusal(saved(theirs, tmp_path, **{"split.count": 3}))
     path = write(tmp_path / "m.gguf", tensors_of(theirs), metadata_of(theirs), architecture="lama")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -153,6 +154,29 @@ def test_classify_texts(classifier: Path, texts: Path) -> None:
         assert ([first, second], name) == (order[:2], text)
         assert float(chance) == pytest.approx(float(chances.max()), abs=1e-4)  # four digits are printed
     assert lines_of("classify", classifier, "-", given="a cat\n")[0].endswith("\ta cat")
+
+
+@torch.no_grad()
+def test_classify_follows_the_problem_type(classifier: Path, texts: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(classifier, tmp_path / "model"))
+    fields = json.loads((folder / "config.json").read_text())
+    theirs, ids = BertForSequenceClassification.from_pretrained(classifier), load_tokenizer(classifier).encode("a cat")
+    logits = theirs(torch.tensor([ids])).logits[0]
+
+    def shown(kind: str | None) -> list[float]:
+        (folder / "config.json").write_text(json.dumps({**fields, "problem_type": kind}))
+        line = lines_of("classify", folder, "-", "--top", "3", given="a cat\n")[0]
+        return [float(value) for value in line.split("\t")[1:-1:2]]
+
+    for kind, values in {
+        None: logits.softmax(0),
+        "single_label_classification": logits.softmax(0),
+        "multi_label_classification": logits.sigmoid(),
+        "regression": logits,
+    }.items():
+        assert shown(kind) == pytest.approx(sorted(values.tolist(), reverse=True), abs=1e-4)  # four digits are printed
+    (folder / "config.json").write_text(json.dumps({**fields, "problem_type": "multi_label"}))
+    assert "problem_type='multi_label' is not known" in refusal("classify", folder, texts)
 
 
 def test_classify_images(tmp_path: Path) -> None:

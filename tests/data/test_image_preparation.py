@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from clearhead.data import Findings, Policy, Store, find_images, prepare_arrays, prepare_images
-from clearhead.data.images import ImagePreprocessing, load_image
+from clearhead.data.images import ImagePreprocessing, load_image, read_image
 from clearhead.errors import InputError
 
 Image = pytest.importorskip("PIL.Image")
@@ -87,3 +87,19 @@ def test_arrays(tmp_path: Path) -> None:
     assert again.info["fingerprint"] == store.info["fingerprint"]
     with pytest.raises(InputError, match="5 pictures have 2 labels"):
         prepare_arrays(tmp_path / "s", pictures, ["1", "2"])
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_photos_are_turned_upright(tmp_path: Path, orientation: int) -> None:
+    from PIL import ImageOps
+
+    stored = Image.fromarray(np.random.default_rng(3).integers(0, 256, (7, 11, 3), dtype=np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    stored.save(tmp_path / "photo.png", exif=exif)
+    with Image.open(tmp_path / "photo.png") as opened:
+        upright = np.moveaxis(np.array(ImageOps.exif_transpose(opened)), -1, 0)
+    assert upright.shape == ((3, 7, 11) if orientation < 5 else (3, 11, 7))
+    found = read_image(tmp_path / "photo.png", ImagePreprocessing(size=None))
+    assert np.array_equal(found, upright)
+    assert np.array_equal(found, np.moveaxis(np.array(stored), -1, 0)) == (orientation == 1)

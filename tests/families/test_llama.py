@@ -187,6 +187,15 @@ def test_the_window_of_each_model_type(tmp_path: Path) -> None:
     assert "layer_types" in refusal(saved(make(Qwen2Config), tmp_path / "mixed", **old, max_window_layers=1))
 
 
+def test_rope_scaling_beside_rope_parameters(tmp_path: Path) -> None:
+    """transformers reads rope_scaling where both are there; so do we."""
+    folder = saved(make(), tmp_path, rope_scaling=dict(rope_type="linear", factor=4.0))
+    x, theirs = tokens(), LlamaForCausalLM.from_pretrained(folder).eval()
+    assert load(folder).config.rotary_factor == 4.0
+    with torch.no_grad():
+        assert_near(load(folder)(x), theirs(x).logits)
+
+
 MIXED = ["full_attention", "sliding_attention"]
 
 
@@ -197,6 +206,12 @@ MIXED = ["full_attention", "sliding_attention"]
         (LlamaConfig, dict(rope_parameters=None, rope_scaling=dict(type="dynamic", factor=2.0)), "dynamic"),
         (LlamaConfig, dict(rope_parameters=LINEAR | dict(partial_rotary_factor=0.5)), "partial_rotary_factor"),
         (LlamaConfig, dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4)), "factor"),
+        (LlamaConfig, dict(rope_scaling=dict(rope_type="yarn", factor=2.0)), "yarn"),  # beside rope_parameters
+        (LlamaConfig, dict(rope_scaling=dict(type="dynamic", factor=2.0)), "dynamic"),
+        (LlamaConfig, dict(rope_scaling=dict(type="linear", factor=2.0), rope_theta=33.0), "33.0 beside rope_scaling"),
+        (LlamaConfig, dict(is_causal=False), "is_causal"),
+        (LlamaConfig, dict(rope_interleaved=True), "rope_interleaved"),
+        (LlamaConfig, dict(layer_types=["sliding_attention"] * 2), "layer_types"),
         (LlamaConfig, dict(final_logit_softcapping=30.0), "final_logit_softcapping"),
         (LlamaConfig, dict(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
         (LlamaConfig, dict(hidden_act="quick_gelu"), "hidden_act"),
@@ -224,6 +239,7 @@ def test_an_untied_head_must_be_there(tmp_path: Path) -> None:
     ("changes", "named"),
     [
         (dict(rotary_interleaved=True), "rotary_interleaved"),
+        (dict(rotary_precision="bfloat16"), "rotary_precision"),
         (dict(attention_bias="q"), "attention_bias"),
         (dict(attention_bias="qkvo", window=4), "attention_bias"),
         (dict(gated=False), "gated"),
