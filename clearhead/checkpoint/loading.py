@@ -20,7 +20,7 @@ from clearhead.checkpoint.hub import download
 from clearhead.checkpoint.image_size import resize_pictures
 from clearhead.checkpoint.sentence_transformers import read_modules
 from clearhead.checkpoint.tensor_names import Match, expand, matches_any, pair_up
-from clearhead.checkpoint.weight_files import Weights, open_weights, read_json
+from clearhead.checkpoint.weight_files import SAVED, Weights, open_weights, read_json
 from clearhead.config import Config, Generation
 from clearhead.errors import CheckpointError, ConfigError, InputError, did_you_mean
 from clearhead.families import FAMILIES, family_of
@@ -82,6 +82,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Recognise the format of the checkpoint at `path`, and read its config and its list of tensors."""
     if path.is_file():
         return _one_file(path)
+    if (path / SAVED / "config.json").is_file():
+        try:
+            return open_checkpoint(path / SAVED)
+        except CheckpointError:
+            if (path / SAVED).exists():
+                raise  # else a running save has just put its files in their places
     if not (path / "config.json").is_file():
         inside = path.iterdir() if path.is_dir() else ()
         files = sorted(file.name for file in inside if file.suffix in (".gguf", ".bin", ".pt"))
