@@ -49,7 +49,8 @@ def load(
 ) -> Model:
     """The model at `path`, in eval mode.
 
-    `path` is a folder of ours, a Hugging Face folder, a name on its hub, a .gguf file, llama2.c's .bin or OpenAI's Whisper .pt.
+    `path` is a folder of ours, a Hugging Face folder, a name on its hub ("hf:owner/name"), a .gguf file, llama2.c's .bin
+    or OpenAI's Whisper .pt.
     It may also be the folder of a run that goes on or was stopped: a warning names the step of its newest whole checkpoint.
     Weights are loaded directly to `device` and `dtype`. Defaults: the CPU, and the type they are stored in (float32 for quantised
     ones). On the CPU, weights that the file stores as the model needs them stay memory-mapped and are read when they are used: the

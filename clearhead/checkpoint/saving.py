@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from clearhead.checkpoint.durable_files import stage, sweep, sync_file, sync_folder
 from clearhead.checkpoint.sentence_transformers import write_modules
@@ -28,11 +28,13 @@ from clearhead.config import Config, Generation
 from clearhead.errors import CheckpointError, did_you_mean
 from clearhead.families import FAMILIES
 from clearhead.kernels import Packed
-from clearhead.models import Model
+from clearhead.models import Model, build
+from clearhead.quantization import float8
 from clearhead.version import __version__
 
 SHARD_BYTES = 4 * 2**30
 STAGE = ".save-"  # folders in which a save is under way
+VALUES = ("activation", "eps", "factor", "norm_first", "scale")  # plain attributes of modules that the config decides
 SIDE_FILES = ("modules.json", "generation_config.json")  # of the old model: the new one may have none
 
 
@@ -47,6 +49,7 @@ def save(
         raise CheckpointError(f"format={format!r} is not known; {did_you_mean(str(format), ['clearhead', 'hf'])}")
     if any(isinstance(module, Packed) for module in model.modules()):
         raise CheckpointError("a quantised model is for running and is not saved; save the model it was made from")
+    _refuse_changes(model)
     files, state = _ours(model) if format == "clearhead" else _hugging_face(model)
     path = Path(path)
     if path.exists() and not path.is_dir():
@@ -82,6 +85,37 @@ def save(
             f"({error.strerror or error}); mend the folder and save again"
         ) from None
     return path
+
+
+def _refuse_changes(model: Model) -> None:
+    """Refuse a model that is no longer what its config says: a file holds config and tensors; `load` would make another."""
+    plain = build(model.config, device="meta")
+    ours, wanted = dict(model.named_modules()), dict(plain.named_modules())
+    changed = [name for name in {**wanted, **ours} if _is_changed(ours.get(name), wanted.get(name))]
+    shapes, wanted_shapes = ({name: t.shape for name, t in m.state_dict().items()} for m in (model, plain))
+    names = {**wanted_shapes, **shapes}
+    changed = changed or [name for name in names if shapes.get(name) != wanted_shapes.get(name)]
+    if changed:
+        found = ours.get(changed[0])
+        kind = "" if found is None else f" (now {type(found).__name__})"
+        raise CheckpointError(
+            f"this model is not what its config says: {', '.join(repr(name) for name in changed[:3])}{kind} was changed in Python, "
+            f"and config and weights alone would load as another model; put it back, or keep its state_dict() with torch.save"
+        )
+
+
+def _is_changed(ours: nn.Module | None, wanted: nn.Module | None) -> bool:
+    if ours is None or wanted is None:
+        return True
+    kind = type(ours)
+    is_float8 = kind.__module__ == float8.__name__ and isinstance(
+        ours, type(wanted)
+    )  # computes the same, in fewer bits
+    return (
+        not (kind is type(wanted) or is_float8)
+        or "forward" in vars(ours)
+        or any(vars(ours).get(name) != vars(wanted).get(name) for name in VALUES)
+    )
 
 
 def _ours(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from clearhead.models import Decoder, Encoder, EncoderDecoder
 
 ModelName = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A model's folder or file, or its name on the hub (owner/name).")
+    str, typer.Argument(metavar="MODEL", help="A model's folder or file, or its name on the hub (hf:owner/name).")
 ]
 LineFile = Annotated[str, typer.Argument(metavar="FILE", help="A file with one text a line; - reads standard input.")]
 Beams = Annotated[int, typer.Option(min=1, help="Texts kept at each step; 1 is greedy.")]

@@ -337,15 +337,72 @@ def test_missing_files(tmp_path: Path) -> None:
 def test_a_hub_name_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    def offline(*_: object, **__: object) -> str:
+    asked: list[str] = []
+
+    def offline(name: str, **_: object) -> str:
+        asked.append(name)
         raise ConnectionError("no route")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(CheckpointError, match=r"no folder 'someone/model'.*could not be fetched.*no route"):
-        load("someone/model")
+    with pytest.raises(CheckpointError, match=r"'hf:someone/model' could not be fetched.*no route.*check the name"):
+        load("hf:someone/model")
+    with pytest.raises(CheckpointError, match=r"nothing at 'runs/x'; .*the hub is asked for 'hf:runs/x'"):
+        load("runs/x")  # a mistyped path does not leave this machine
+    with pytest.raises(CheckpointError, match=r"'hf:a/b/c' is no name on the hub; write 'hf:owner/model'"):
+        load("hf:a/b/c")
+    assert asked == ["someone/model"]
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(CheckpointError, match=r"pip install 'clearhead\[hub\]'"):
-        load("someone/model")
+        load("hf:someone/model")
+
+
+def wrap(model: Any) -> None:
+    model.blocks[1].feedforward.forward = lambda x: 2 * x
+
+
+def swap_part(model: Any) -> None:
+    model.blocks[1].feedforward.up.__class__ = type("Doubled", (type(model.blocks[1].feedforward.up),), {})
+
+
+def replace_part(model: Any) -> None:
+    model.blocks[1].feedforward = torch.nn.Identity()
+
+
+def add_part(model: Any) -> None:
+    model.blocks[1].adapter = torch.nn.Linear(12, 12)
+
+
+def add_parameter(model: Any) -> None:
+    model.blocks[1].feedforward.register_parameter("gain", torch.nn.Parameter(torch.ones(12)))
+
+
+def change_activation(model: Any) -> None:
+    model.blocks[1].feedforward.activation = "relu"
+
+
+def change_eps(model: Any) -> None:
+    model.blocks[1].attention_norm.eps = 0.5
+
+
+@pytest.mark.parametrize("format", ["clearhead", "hf"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (wrap, "'blocks.1.feedforward' .now FeedForward"),
+        (swap_part, "'blocks.1.feedforward.up' .now Doubled"),
+        (replace_part, "'blocks.1.feedforward', "),
+        (add_part, "'blocks.1.adapter' .now Linear"),
+        (add_parameter, "'blocks.1.feedforward.gain' was changed"),
+        (change_activation, "'blocks.1.feedforward'"),
+        (change_eps, "'blocks.1.attention_norm'"),
+    ],
+)
+def test_a_model_changed_in_python_is_refused_by_name(tmp_path: Path, change: Any, words: str, format: Any) -> None:
+    model = tiny("gpt2")
+    change(model)
+    with pytest.raises(CheckpointError, match=rf"not what its config says: {words}.*put it back"):
+        save(model, tmp_path / "x", format=format)
+    assert not (tmp_path / "x").exists()
 
 
 def test_parameters_are_the_mapped_file(tmp_path: Path) -> None:
