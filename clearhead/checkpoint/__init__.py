@@ -4,6 +4,8 @@ loading.py                load: a model from a folder or a file
 saving.py                 save: a model to a folder, in our layout or Hugging Face's
 checkpoint.py             Checkpoint: what each reader returns
 weight_files.py           safetensors and torch files
+durable_files.py          new files, replaced texts, locks: whole after a kill
+run_checkpoint.py         the newest checkpoint of a run that goes on or was stopped
 gguf.py, gguf_file.py     llama.cpp's files
 llama2c.py                llama2.c's files
 openai_whisper.py         OpenAI's Whisper files

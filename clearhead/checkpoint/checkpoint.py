@@ -24,6 +24,7 @@ class Checkpoint:
     generation: Generation = field(default_factory=Generation)
     unused: tuple[str, ...] = ()  # patterns of keys that hold no weights
     extras: tuple[str, ...] = ()  # patterns of keys that are kept for saving but not computed with
+    note: str = ""  # what a user should know about this model
 
 
 def make_config(path: Path, fields: Mapping[str, Any], weights: Weights) -> Config:

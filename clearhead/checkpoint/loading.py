@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from clearhead.checkpoint.checkpoint import Checkpoint, check_layers
 from clearhead.checkpoint.gguf_file import MAGIC
 from clearhead.checkpoint.hub import download
 from clearhead.checkpoint.image_size import resize_pictures
+from clearhead.checkpoint.run_checkpoint import newest_step, open_step, unfinished
 from clearhead.checkpoint.sentence_transformers import read_modules
 from clearhead.checkpoint.tensor_names import Match, expand, matches_any, pair_up
-from clearhead.checkpoint.weight_files import Weights, open_weights, read_json
+from clearhead.checkpoint.weight_files import SAVED, Weights, open_weights, read_json
 from clearhead.config import Config, Generation
 from clearhead.errors import CheckpointError, ConfigError, InputError, did_you_mean
 from clearhead.families import FAMILIES, family_of
@@ -47,7 +49,9 @@ def load(
 ) -> Model:
     """The model at `path`, in eval mode.
 
-    `path` is a folder of ours, a Hugging Face folder, a name on its hub, a .gguf file, llama2.c's .bin or OpenAI's Whisper .pt.
+    `path` is a folder of ours, a Hugging Face folder, a name on its hub ("hf:owner/name"), a .gguf file, llama2.c's .bin
+    or OpenAI's Whisper .pt.
+    It may also be the folder of a run that goes on or was stopped: a warning names the step of its newest whole checkpoint.
     Weights are loaded directly to `device` and `dtype`. Defaults: the CPU, and the type they are stored in (float32 for quantised
     ones). On the CPU, weights that the file stores as the model needs them stay memory-mapped and are read when they are used: the
     file may be replaced, as `save` does, but nobody may write into it.
@@ -57,6 +61,8 @@ def load(
     if quantize not in (None, "int8", "int4"):
         raise InputError(f"quantize={quantize!r} is not known; {did_you_mean(quantize, ['int8', 'int4'])}")
     checkpoint = open_checkpoint(Path(path) if Path(path).exists() else download(str(path)))
+    if checkpoint.note:
+        warnings.warn(checkpoint.note, stacklevel=3)
     try:
         model = build(checkpoint.config, device="meta", dtype=dtype or common_dtype(checkpoint.weights))
     except (RuntimeError, OverflowError, TypeError) as error:  # more bytes than torch can count
@@ -83,6 +89,16 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Recognise the format of the checkpoint at `path`, and read its config and its list of tensors."""
     if path.is_file():
         return _one_file(path)
+    if (path / SAVED / "config.json").is_file():
+        try:
+            return open_checkpoint(path / SAVED)
+        except CheckpointError:
+            if (path / SAVED).exists():
+                raise  # else a running save has just put its files in their places
+    if (path / "state.json").is_file() and path.parent.name == "checkpoints":
+        return _checkpoint_of_run(path)
+    if (step := newest_step(path)) is not None:
+        return replace(_checkpoint_of_run(step), note=unfinished(path))
     if not (path / "config.json").is_file():
         inside = path.iterdir() if path.is_dir() else ()
         files = sorted(file.name for file in inside if file.suffix in (".gguf", ".bin", ".pt"))
@@ -93,6 +109,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     config = read_json(path / "config.json")
     weights = open_weights(path)
     return _ours(config, weights) if "clearhead" in config else _hugging_face(path, config, weights)
+
+
+def _checkpoint_of_run(step: Path) -> Checkpoint:
+    config, generation, weights = open_step(step)
+    keys = {name: name for name in weights.shapes}
+    return Checkpoint(config, weights, [Match(name, (name,)) for name in keys], keys, generation)
 
 
 def _one_file(path: Path) -> Checkpoint:

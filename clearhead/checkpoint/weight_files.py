@@ -35,6 +35,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SAVED = ".saved"  # inside a model's folder: a whole save whose files are not all in their places yet (saving.py)
 CHECKSUMS = "clearhead.crc32"  # the metadata key that holds a checksum for each tensor
 ALIGNMENT = 64  # bytes: torch's own tensors start at multiples of it, and so do the tensors in our files
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from clearhead.models import Decoder, Encoder, EncoderDecoder
 
 ModelName = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A model's folder or file, or its name on the hub (owner/name).")
+    str, typer.Argument(metavar="MODEL", help="A model's folder or file, or its name on the hub (hf:owner/name).")
 ]
 LineFile = Annotated[str, typer.Argument(metavar="FILE", help="A file with one text a line; - reads standard input.")]
 Beams = Annotated[int, typer.Option(min=1, help="Texts kept at each step; 1 is greedy.")]
@@ -32,10 +33,17 @@ Device = Annotated[str, typer.Option(help="Where to compute: cpu, cuda ... auto 
 
 
 def find_model(name: str) -> Path:
-    """The folder or file of a model. A name on the hub is downloaded."""
+    """The folder or file of a model. A name on the hub is downloaded. Of a run that goes on or was stopped, its step is said."""
     from clearhead.checkpoint.hub import download
 
-    return Path(name) if Path(name).exists() else download(name)
+    path = Path(name) if Path(name).exists() else download(name)
+    if (path / "checkpoints").is_dir():
+        from clearhead.checkpoint.run_checkpoint import unfinished
+
+        if note := unfinished(path):
+            typer.echo(f"clearhead: {note}", err=True)
+            warnings.filterwarnings("ignore", message=".* is not finished: this is")  # `load` says it again
+    return path
 
 
 def find_device(name: str) -> str:

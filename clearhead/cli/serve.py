@@ -15,7 +15,7 @@ from clearhead.errors import InputError, MissingExtraError
 def run(
     models: Annotated[
         list[str],
-        typer.Argument(metavar="MODEL...", help="Folders or files, or names on the hub; NAME=PATH gives it a name."),
+        typer.Argument(metavar="MODEL...", help="Folders or files, or hf:OWNER/NAME; NAME=PATH gives it a name."),
     ],
     host: Annotated[str, typer.Option(help="Where to listen. 0.0.0.0 is every address: set keys first.")] = "127.0.0.1",
     port: Port = 8000,

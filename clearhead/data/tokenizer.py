@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -121,9 +122,10 @@ class Tokenizer:
         config["chat_template"] = self.chat_template
         files = {**files, "tokenizer_config.json": json.dumps(config, indent=2).encode()}
         for name, content in files.items():
-            temporary = folder / f".{name}.{os.getpid()}.tmp"
+            temporary = folder / f".{name}.{secrets.token_hex(8)}.tmp"
             try:
-                temporary.write_bytes(content)
+                with temporary.open("xb") as stream:  # new, also not a link that somebody put there
+                    stream.write(content)
                 os.replace(temporary, folder / name)  # a reader sees the whole old file or the whole new one
             finally:
                 temporary.unlink(missing_ok=True)

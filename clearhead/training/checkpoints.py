@@ -7,18 +7,18 @@ and renamed when it is complete: a kill leaves no half checkpoint. Nothing is pi
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import warnings
-import zlib
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from clearhead.checkpoint.durable_files import sync_file, sync_folder, write_new
+from clearhead.checkpoint.run_checkpoint import checksum, plain_errors, read_state, read_tensors
 from clearhead.errors import CheckpointError
 from clearhead.training.distributed import Processes
 
@@ -50,10 +50,14 @@ class Checkpoints:
         *,
         keep: int = 0,
         averaged: Callable[[int], bool] = lambda step: True,
+        describes: Mapping[str, Any] = MappingProxyType({}),
         note: Callable[[str], None],
     ) -> None:
-        """The newest `keep` checkpoints whose step is `averaged` are kept for their mean; one written at Ctrl-C is not averaged."""
+        """The newest `keep` checkpoints whose step is `averaged` are kept for their mean; one written at Ctrl-C is not averaged.
+        `describes` goes into each state.json: what `load` needs to make a model of a checkpoint.
+        """
         self.folder, self.processes, self.keep, self.averaged, self.note = folder, processes, keep, averaged, note
+        self.describes = describes
 
     def all(self) -> list[Path]:
         """Every complete checkpoint, the oldest first."""
@@ -102,15 +106,14 @@ class Checkpoints:
         sums: dict[str, int] = {}
         for file in sorted(work.iterdir()):
             sums[file.name] = checksum(file)
-            with file.open("rb") as stream:
-                os.fsync(stream.fileno())
-        text = json.dumps({"state": asdict(state), "processes": self.processes.world_size, "crc32": sums}, indent=2)
-        with (work / "state.json").open("w", encoding="utf-8") as stream:
-            stream.write(text + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
+            sync_file(file)
+        facts = {"state": asdict(state), "processes": self.processes.world_size, "crc32": sums, **self.describes}
+        text = json.dumps(facts, indent=2)
+        write_new(work / "state.json", (text + "\n").encode())
+        sync_folder(work)
         shutil.rmtree(final, ignore_errors=True)
         work.rename(final)
+        sync_folder(self.folder)
 
     def _rotate(self, state: State) -> None:
         wanted = {path.name for path in [*self.all()[-KEPT:], *self.to_average(self.keep), self.at(state.best_step)]}
@@ -126,11 +129,7 @@ class Checkpoints:
     def check(self, path: Path) -> State | None:
         """The state of a checkpoint; None, and a note to the user, if its files do not match their checksums."""
         try:
-            stored = json.loads((path / "state.json").read_text(encoding="utf-8"))
-            for name, wanted in stored["crc32"].items():
-                if checksum(path / name) != wanted:
-                    raise ValueError(f"{name} does not match its checksum")
-            return State(**stored["state"])
+            return State(**read_state(path)["state"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             self.note(f"{path} is damaged ({_reason(error)}) and passed over")
             return None
@@ -138,7 +137,7 @@ class Checkpoints:
     def read(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         """Fill the tensors from a checkpoint, which any number of processes may have written."""
         try:
-            _load(path, tensors)
+            read_tensors(path, tensors)
         except Exception as error:
             raise CheckpointError(
                 f"{path} does not fit this run ({_reason(error)}); resume with the recipe it was written by"
@@ -165,34 +164,6 @@ def _save(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
     with plain_errors():
         save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
-
-
-def _load(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
-
-    with plain_errors():
-        load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)))
-
-
-@contextmanager
-def plain_errors() -> Generator[None]:
-    """Raise the first error itself, which torch wraps in a BaseException; silence its warning that there is one process."""
-    from torch.distributed.checkpoint import CheckpointException
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            yield
-        except CheckpointException as error:
-            raise next(iter(error.failures.values()))[0] from None
-
-
-def checksum(file: Path) -> int:
-    value = 0
-    with file.open("rb") as stream:
-        while block := stream.read(2**22):
-            value = zlib.crc32(block, value)
-    return value
 
 
 def _reason(error: BaseException) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
+from clearhead.checkpoint.durable_files import write_text
 from clearhead.data.builtin_datasets import standard_library
 from clearhead.data.dates import split_dates
 from clearhead.training.recipe import Recipe
@@ -32,6 +32,4 @@ def _write_dates(folder: Path) -> None:
     train, valid = split_dates(seed=0)
     for name, pairs in (("train", train), ("valid", valid)):
         for suffix, lines in (("text", [pair.text for pair in pairs]), ("iso", [pair.iso for pair in pairs])):
-            work = folder / f".{name}.{suffix}.tmp"
-            work.write_text("\n".join(lines) + "\n", encoding="utf-8")
-            os.replace(work, folder / f"{name}.{suffix}")
+            write_text(folder / f"{name}.{suffix}", "\n".join(lines) + "\n")

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from clearhead.checkpoint import save
+from clearhead.checkpoint.durable_files import write_text
+from clearhead.checkpoint.run_checkpoint import describe
 from clearhead.errors import ConfigError
 from clearhead.kernels.compiler import keep_compiled_code
 from clearhead.training.callbacks import Callbacks
@@ -29,10 +31,11 @@ from clearhead.training.precision import check_fp8
 from clearhead.training.prefetch import prefetch
 from clearhead.training.recipe import Recipe, Train, find_recipe
 from clearhead.training.report import write_report
-from clearhead.training.run_folder import check_resumable, check_space, open_folder, read_run, run_folder, write_text
+from clearhead.training.run_folder import check_resumable, check_space, open_folder, read_run, run_folder
 from clearhead.training.run_summary import summarise
 from clearhead.training.schedules import lr_factor
 from clearhead.training.tasks import make_task
+from clearhead.training.tasks.task import Task
 from clearhead.training.trainer import Trainer
 
 
@@ -64,9 +67,9 @@ def train(
         configure_torch(t)
         check_run(recipe, out, processes, resume=resume)
         task = make_task(recipe, out, processes, show)
+        write_extra_files(task, out, processes)
         trainer = Trainer(recipe, task, processes, show)
-        averaged = partial(is_due, every=t.checkpoint_every, t=t)
-        checkpoints = Checkpoints(out / "checkpoints", processes, keep=t.average, averaged=averaged, note=show.note)
+        checkpoints = make_checkpoints(trainer, out, show)
         check_space(out, 3 * sum(tensor.nbytes for tensor in trainer.tensors.values()))
         state = trainer.restore(checkpoints)
         log = MetricsLog(out if processes.is_first else None, step=state.step, tensorboard=t.tensorboard)
@@ -128,6 +131,24 @@ def check_run(recipe: Recipe, out: Path, processes: Processes, *, resume: bool) 
     processes.barrier()
 
 
+def make_checkpoints(trainer: Trainer, out: Path, show: Callbacks) -> Checkpoints:
+    t = trainer.options
+    return Checkpoints(
+        out / "checkpoints",
+        trainer.processes,
+        keep=t.average,
+        averaged=partial(is_due, every=t.checkpoint_every, t=t),
+        describes=describe(trainer.model),
+        note=show.note,
+    )
+
+
+def write_extra_files(task: Task, out: Path, processes: Processes) -> None:
+    """Before the first step: a run that goes on is a model, too."""
+    for name, content in task.extra_files.items() if processes.is_first else ():
+        write_text(out / name, json.dumps(content, indent=2) + "\n")
+
+
 def finish(
     trainer: Trainer, checkpoints: Checkpoints, state: State, out: Path, log: MetricsLog, show: Callbacks
 ) -> dict[str, Any]:
@@ -140,8 +161,6 @@ def finish(
         save(model, out)
         if task.tokenizer is not None:
             task.tokenizer.save(out)
-        for name, content in task.extra_files.items():
-            write_text(out / name, json.dumps(content, indent=2) + "\n")
         log.write(row)
         write_report(out, attention=task.attention_pictures(model))
     processes.barrier()

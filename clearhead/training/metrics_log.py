@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clearhead.checkpoint.durable_files import NOT_A_LINK, write_text
 from clearhead.config import Config
 from clearhead.costs.forecast import cost
 from clearhead.costs.hardware import measure_peak
@@ -120,8 +121,7 @@ class MetricsLog:
         self.tensorboard: Any = None
         if self.file is None or folder is None:
             return
-        self._truncate(self.file, step)
-        self.file.touch()  # from here on there is a run to resume
+        self._truncate(self.file, step)  # from here on there is a run to resume
         if tensorboard and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -129,18 +129,16 @@ class MetricsLog:
 
     def _truncate(self, file: Path, step: int) -> None:
         """Drop what a resumed run writes again: lines after its first step, the result, a line that a kill cut off."""
-        if not file.exists():
-            return
-        text = file.read_text(encoding="utf-8", errors="replace")  # a kill may have cut a character in two
+        # A kill may have cut a character in two.
+        text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
         kept = [line for line in text.split("\n") if _step(line) <= step]
-        work = file.with_suffix(".tmp")
-        work.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        os.replace(work, file)
+        write_text(file, "".join(line + "\n" for line in kept))
 
     def write(self, row: dict[str, Any]) -> None:
         if self.file is None:
             return
-        with self.file.open("a", encoding="utf-8") as stream:
+        handle = os.open(self.file, os.O_CREAT | os.O_WRONLY | os.O_APPEND | NOT_A_LINK, 0o666)
+        with os.fdopen(handle, "a", encoding="utf-8") as stream:
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")
         if self.tensorboard is not None:
             for name, value in row.items():

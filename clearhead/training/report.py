@@ -14,6 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from clearhead.checkpoint.durable_files import write_text
 from clearhead.errors import InputError
 from clearhead.training.report_figures import (
     KINDS,
@@ -24,7 +25,6 @@ from clearhead.training.report_figures import (
     escape,
     format_number,
 )
-from clearhead.training.run_folder import write_text
 
 Records = dict[str, list[dict[str, Any]]]  # by kind
 Curves = dict[str, dict[str, Points]]  # by metric, by kind

@@ -16,22 +16,26 @@ from pathlib import Path
 
 import torch
 
+from clearhead.checkpoint.durable_files import NOT_A_LINK, sweep, try_lock, write_text
+from clearhead.checkpoint.saving import STAGE
 from clearhead.errors import CheckpointError, ConfigError, InputError
 from clearhead.training.distributed import Processes
 from clearhead.training.recipe import Recipe
 from clearhead.version import __version__
 
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers")
+LOCK = ".lock"
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 
 
 @contextmanager
 def run_folder(out: str | Path | None, task: str, processes: Processes) -> Generator[Path]:
-    """The run's folder, the same for all processes. Errors of its disk while this is open become one CheckpointError."""
+    """The run's folder, the same for all processes, locked. Errors of its disk while this is open become one CheckpointError."""
     folder = processes.broadcast(next_folder(task) if out is None else Path(out))
-    is_new = not folder.exists()
+    is_new = processes.broadcast(not folder.exists())
     try:
-        yield folder
+        with run_lock(folder, processes):
+            yield folder
     except (ConfigError, InputError):
         if is_new and processes.is_first and not has_begun(folder):
             discard(folder)
@@ -45,9 +49,39 @@ def run_folder(out: str | Path | None, task: str, processes: Processes) -> Gener
         ) from None
 
 
+@contextmanager
+def run_lock(folder: Path, processes: Processes) -> Generator[None]:
+    """Refuse a folder in which another process trains. The lock goes with this process, however it ends."""
+    file, handle, is_taken = folder / LOCK, None, False
+    if processes.is_first:
+        with suppress(OSError):  # a folder that can not be written to: `open_folder` says so
+            folder.mkdir(parents=True, exist_ok=True)
+            handle = os.open(file, os.O_CREAT | os.O_RDWR | NOT_A_LINK, 0o666)
+            # The file may have been removed between its opening and its locking: then the lock is not on the file that others see.
+            is_taken = not try_lock(handle) or not file.exists() or not os.path.samestat(os.fstat(handle), file.stat())
+    try:
+        if processes.any(is_taken):
+            raise InputError(
+                f"{folder} is in use: another process trains in it now; wait until it ends, or choose another folder with --out"
+            )
+        yield
+    finally:
+        if handle is not None:
+            if not is_taken:
+                with suppress(OSError):
+                    os.unlink(file)
+            os.close(handle)
+
+
 def discard(folder: Path) -> None:
     """Remove what a run wrote that failed before its first step, and nothing else."""
-    for name in ("recipe.toml", "environment.json", "tokenizer.json", "tokenizer_config.json"):
+    for name in (
+        "recipe.toml",
+        "environment.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "preprocessor_config.json",
+    ):
         (folder / name).unlink(missing_ok=True)
     for empty in (folder / "checkpoints", folder):
         with suppress(OSError):  # not empty: it stays
@@ -88,6 +122,7 @@ def open_folder(path: Path, recipe: Recipe, *, resume: bool, device: torch.devic
         raise InputError(f"{path} is not empty and holds no run; choose another folder with --out")
     try:
         path.mkdir(parents=True, exist_ok=True)
+        clear_leftovers(path)
         if not resume:  # a run that failed before its first step may have left these
             for name in ("tokenizer.json", "tokenizer_config.json"):
                 (path / name).unlink(missing_ok=True)
@@ -98,6 +133,14 @@ def open_folder(path: Path, recipe: Recipe, *, resume: bool, device: torch.devic
         raise CheckpointError(
             f"{path} can not be written to ({error.strerror or error}); choose another folder with --out"
         ) from None
+
+
+def clear_leftovers(path: Path) -> None:
+    """Remove what killed processes left: half-written files, folders of saves. The run's lock is held: nobody writes them now."""
+    sweep(path, STAGE)
+    for work in path.glob(".*.tmp"):
+        with suppress(OSError):  # a folder is none of ours
+            os.unlink(work)
 
 
 def has_begun(path: Path) -> bool:
@@ -125,16 +168,6 @@ def check_space(path: Path, nbytes: int) -> None:
             f"{path} has {free / 1e9:.2f} GB free, but this run's checkpoints need {nbytes / 1e9:.2f} GB; make room, or "
             f"choose another disk with --out"
         )
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write atomically: a reader sees the old file or the new one."""
-    work = file.with_name(f".{file.name}.tmp")
-    try:
-        work.write_text(text, encoding="utf-8")
-        os.replace(work, file)
-    finally:
-        work.unlink(missing_ok=True)
 
 
 def environment(device: torch.device) -> dict[str, str]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +18,7 @@ import torch
 
 import clearhead as ch
 from clearhead.checkpoint import load, save
+from clearhead.checkpoint.durable_files import stage
 from clearhead.checkpoint.weight_files import open_weights, write_safetensors
 from clearhead.config import Generation
 from clearhead.errors import CheckpointError
@@ -139,22 +143,154 @@ for attempt in range(20):
 
 
 @pytest.mark.parametrize("shard_bytes", [2**30, 2**20])
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_or_none(tmp_path: Path, shard_bytes: int) -> None:
-    """A process that saves two models in turn is killed at 20 moments: the folder holds one of them, or does not load."""
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, shard_bytes: int) -> None:
+    """A process that saves two models in turn is killed at 20 moments: the folder holds one of them."""
     subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SAVER, str(tmp_path), str(shard_bytes)], check=True, timeout=300
     )
     config = ch.preset("gpt2", n_layers=2, d_model=128, n_heads=2, vocab_size=5000, max_len=17)
     models = [ch.build(config, seed=seed) for seed in (0, 1)]
-    whole = 0
     for attempt in range(20):
-        try:
-            found = load(tmp_path / str(attempt))
-        except CheckpointError:
-            continue
-        whole += 1
+        found = load(tmp_path / str(attempt))
         assert any(same(found, model) for model in models)
-    assert whole > 0
+
+
+BORDER = errno.EXDEV, "Invalid cross-device link"
+
+
+def test_a_mount_point_is_saved_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file crosses the target's border: it may be a mount point, where a rename from outside fails with EXDEV."""
+    target = tmp_path / "mount"
+    target.mkdir()
+    for name in ("replace", "rename", "link"):
+        plain = getattr(os, name)
+
+        def inside(a: Any, b: Any, *, plain: Any = plain, **more: Any) -> None:
+            if Path(a).is_relative_to(target) != Path(b).is_relative_to(target):
+                raise OSError(*BORDER)
+            plain(a, b, **more)
+
+        monkeypatch.setattr(os, name, inside)
+    for seed, shard_bytes in ((0, 2**30), (1, 2000), (2, 2**30)):
+        model = ch.build(tiny("gpt2").config, seed=seed)
+        save(model, target, shard_bytes=shard_bytes)
+        assert same(model, load(target))
+        assert not [file.name for file in target.iterdir() if file.name.startswith(".")]
+    assert [path.name for path in tmp_path.iterdir()] == ["mount"]
+
+
+CALLS = ("mkdir", "open", "replace", "rename", "link", "unlink", "fsync", "rmdir")
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, n: int) -> list[str]:
+    """The n-th of the calls that change the disk fails, and all after it: a disk that went away. Returns the calls so far."""
+    made: list[str] = []
+    for name in CALLS:
+        plain = getattr(os, name)
+
+        def call(*a: Any, plain: Any = plain, name: str = name, **more: Any) -> Any:
+            made.append(name)
+            if len(made) >= n:
+                raise OSError(errno.EIO, "Input/output error")
+            return plain(*a, **more)
+
+        monkeypatch.setattr(os, name, call)
+    return made
+
+
+@pytest.mark.parametrize("shards", [(2**30, 2**30), (2000, 2**30), (2**30, 2000)])
+def test_a_failure_at_any_call_leaves_the_old_model_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: tuple[int, int]
+) -> None:
+    old, new, last = tiny("gpt2"), tiny("gpt2", n_layers=1), tiny("gpt2", n_layers=3)
+    n, outcomes, made = 0, set[str](), list[str]()
+    while len(made) >= n:
+        n += 1
+        target = tmp_path / str(n)
+        save(old, target, shard_bytes=shards[0])
+        with monkeypatch.context() as patch:
+            made = fail_at(patch, n)
+            try:
+                save(new, target, shard_bytes=shards[1])
+            except CheckpointError as error:
+                message = str(error)
+            else:
+                message = "saved"
+        found = load(target)
+        outcome = "new" if found.config.n_layers == 1 else "old"
+        assert same(found, new if outcome == "new" else old), (n, made)
+        assert ("untouched" in message) == (outcome == "old"), (n, message)
+        outcomes.add(f"{outcome} {'whole' in message}")
+        save(last, target)  # goes on from whatever the failure left, and clears it away
+        assert same(last, load(target))
+        assert sorted(file.name for file in target.iterdir()) == ["config.json", "model.safetensors"]
+    assert outcomes == {"old False", "new True", "new False"}
+    assert n > 15
+
+
+DYING = """
+import os, sys
+import clearhead as ch
+from clearhead.checkpoint import load, save
+config = ch.preset("gpt2", n_layers=1, d_model=12, n_heads=3, d_ff=20, vocab_size=31, max_len=17)
+old, new = (ch.build(config, seed=seed) for seed in (0, 1))
+key = "blocks.0.feedforward.up.weight"
+outcomes, n, code = [], 0, 9
+while code == 9:
+    n += 1
+    target = f"{sys.argv[1]}/{n}"
+    save(old, target, shard_bytes=int(sys.argv[2]))
+    if (child := os.fork()) == 0:
+        made = []
+        for name in ("mkdir", "open", "replace", "rename", "link", "unlink", "fsync", "rmdir"):
+            def call(*a, plain=getattr(os, name), **more):
+                made.append(0)
+                if len(made) == n:
+                    os._exit(9)
+                return plain(*a, **more)
+            setattr(os, name, call)
+        save(new, target, shard_bytes=int(sys.argv[3]))
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    found = load(target).state_dict()
+    whole = [all((found[k] == v).all() for k, v in model.state_dict().items()) for model in (old, new)]
+    assert any(whole), (n, whole)
+    outcomes.append(whole.index(True))
+assert outcomes == sorted(outcomes) and len(outcomes) > 15, outcomes
+"""
+
+
+@pytest.mark.parametrize("shards", [("99999999", "99999999"), ("2000", "99999999"), ("99999999", "2000")])
+def test_a_kill_before_any_call_leaves_the_old_model_or_the_new_one(tmp_path: Path, shards: tuple[str, str]) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", DYING, str(tmp_path), *shards],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_what_a_kill_left_is_swept_and_a_running_save_is_not(tmp_path: Path) -> None:
+    target = save(tiny("gpt2"), tmp_path / "x")
+    (target / ".save-dead").mkdir()
+    (target / ".save-dead" / "model.safetensors").write_text("half")
+    with stage(target, ".save-") as running:
+        save(tiny("gpt2"), target)
+        assert [path for path in target.iterdir() if path.name.startswith(".")] == [running]
+
+
+def test_the_umask_holds_and_folders_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("clearhead.checkpoint.saving.sync_folder", synced.append)
+    before = os.umask(0o077)
+    try:
+        target = save(tiny("gpt2"), tmp_path / "x")
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (target, *target.iterdir())}
+    assert modes == {"x": 0o700, "config.json": 0o600, "model.safetensors": 0o600}
+    assert synced.count(target) == 3  # after the save became valid, after the files are in place, and at the end
 
 
 def test_every_key_is_used_and_every_parameter_filled(tmp_path: Path) -> None:
@@ -201,15 +337,72 @@ def test_missing_files(tmp_path: Path) -> None:
 def test_a_hub_name_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    def offline(*_: object, **__: object) -> str:
+    asked: list[str] = []
+
+    def offline(name: str, **_: object) -> str:
+        asked.append(name)
         raise ConnectionError("no route")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(CheckpointError, match=r"no folder 'someone/model'.*could not be fetched.*no route"):
-        load("someone/model")
+    with pytest.raises(CheckpointError, match=r"'hf:someone/model' could not be fetched.*no route.*check the name"):
+        load("hf:someone/model")
+    with pytest.raises(CheckpointError, match=r"nothing at 'runs/x'; .*the hub is asked for 'hf:runs/x'"):
+        load("runs/x")  # a mistyped path does not leave this machine
+    with pytest.raises(CheckpointError, match=r"'hf:a/b/c' is no name on the hub; write 'hf:owner/model'"):
+        load("hf:a/b/c")
+    assert asked == ["someone/model"]
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(CheckpointError, match=r"pip install 'clearhead\[hub\]'"):
-        load("someone/model")
+        load("hf:someone/model")
+
+
+def wrap(model: Any) -> None:
+    model.blocks[1].feedforward.forward = lambda x: 2 * x
+
+
+def swap_part(model: Any) -> None:
+    model.blocks[1].feedforward.up.__class__ = type("Doubled", (type(model.blocks[1].feedforward.up),), {})
+
+
+def replace_part(model: Any) -> None:
+    model.blocks[1].feedforward = torch.nn.Identity()
+
+
+def add_part(model: Any) -> None:
+    model.blocks[1].adapter = torch.nn.Linear(12, 12)
+
+
+def add_parameter(model: Any) -> None:
+    model.blocks[1].feedforward.register_parameter("gain", torch.nn.Parameter(torch.ones(12)))
+
+
+def change_activation(model: Any) -> None:
+    model.blocks[1].feedforward.activation = "relu"
+
+
+def change_eps(model: Any) -> None:
+    model.blocks[1].attention_norm.eps = 0.5
+
+
+@pytest.mark.parametrize("format", ["clearhead", "hf"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (wrap, "'blocks.1.feedforward' .now FeedForward"),
+        (swap_part, "'blocks.1.feedforward.up' .now Doubled"),
+        (replace_part, "'blocks.1.feedforward', "),
+        (add_part, "'blocks.1.adapter' .now Linear"),
+        (add_parameter, "'blocks.1.feedforward.gain' was changed"),
+        (change_activation, "'blocks.1.feedforward'"),
+        (change_eps, "'blocks.1.attention_norm'"),
+    ],
+)
+def test_a_model_changed_in_python_is_refused_by_name(tmp_path: Path, change: Any, words: str, format: Any) -> None:
+    model = tiny("gpt2")
+    change(model)
+    with pytest.raises(CheckpointError, match=rf"not what its config says: {words}.*put it back"):
+        save(model, tmp_path / "x", format=format)
+    assert not (tmp_path / "x").exists()
 
 
 def test_parameters_are_the_mapped_file(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ class Task(ABC):
 
     facts: Facts
     tokenizer: Tokenizer | None = None
-    extra_files: Mapping[str, Any] = MappingProxyType({})  # JSON files to write beside the finished model, by name
+    extra_files: Mapping[str, Any] = MappingProxyType({})  # JSON files to write beside the model, by name
     rounding: tuple[int, int] = (1, 1)  # rows and length of a batch are padded to multiples of these
     is_even = False  # whether all batches have one shape without padding
     order: RowOrder | TokenOrder
