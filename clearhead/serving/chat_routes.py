@@ -29,6 +29,7 @@ def chat_router(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(body: Chat, request: Request) -> Response:
         worker = service.find(body.model, "decoder")
+        _check(body)
         jobs = await asyncio.to_thread(_jobs, service, worker, body)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         head = dict(id=new_id("chatcmpl"), object=kind, created=int(time.time()), model=worker.name)
@@ -46,6 +47,24 @@ def chat_router(service: Service) -> APIRouter:
         return await respond(service, worker, body, jobs, request, head, choice)
 
     return router
+
+
+def _check(body: Chat) -> None:
+    """Fields that contradict each other, or have no effect together."""
+    most, also = body.max_completion_tokens, body.max_tokens
+    if most is not None and also is not None and most != also:
+        raise InputError(
+            f"two limits on the same tokens: max_completion_tokens={most} and max_tokens={also}; leave one out"
+        )
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InputError(
+            f"top_logprobs needs logprobs; got top_logprobs={body.top_logprobs} alone; set logprobs to true"
+        )
+    asked = body.response_format
+    if asked is not None and asked.json_schema is not None and asked.type != "json_schema":
+        raise InputError(
+            f"response_format has a json_schema that its type does not use; got type {asked.type!r}; set it to 'json_schema'"
+        )
 
 
 def _jobs(service: Service, worker: ModelWorker, body: Chat) -> list[TextJob]:
