@@ -18,6 +18,7 @@ from clearhead.serving.openai_format import chat_logprobs, new_id
 from clearhead.serving.protocol import Chat, ResponseFormat
 from clearhead.serving.service import Service
 from clearhead.serving.text_deltas import TextDelta, TextJob
+from clearhead.serving.text_length import check_characters
 from clearhead.serving.text_responses import generation_requests, respond, text_jobs
 
 MAX_NEW_TOKENS = 1024  # if the request does not say
@@ -83,6 +84,7 @@ def chat_ids(worker: ModelWorker, body: Chat) -> list[int]:
     """The conversation in the model's chat template. Special tokens in what users wrote stay plain text."""
     tokenizer = worker.tokenizer
     assert tokenizer is not None
+    check_characters(worker, sum(len(message.text) for message in body.messages), "the conversation")
     special = [tokenizer.token(id) for id in tokenizer.special_ids]
     messages: list[dict[str, str]] = []
     for message in body.messages:

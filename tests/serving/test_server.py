@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
@@ -15,8 +16,11 @@ import torch
 from pydantic import ValidationError
 
 import clearhead as ch
+from clearhead.data import Tokenizer
 from clearhead.generation import write_texts
 from clearhead.generation.embeddings import ELSEWHERE
+from clearhead.serving.app import make_app
+from clearhead.serving.model_worker import ModelWorker
 from clearhead.serving.protocol import Chat, Completion, Embedding
 from clearhead.serving.transcription_routes import check_fields
 from tests.serving.live_server import served
@@ -329,6 +333,45 @@ def test_a_million_wrong_items_are_one_error(route: str, body: dict[str, Any]) -
         bodies[route].model_validate(body)
     assert raised.value.error_count() <= 6
     assert time.process_time() - began < 1  # it was 29 s, in the event loop
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "words"),
+    [
+        ("completions", {**PROMPT, "prompt": "a" * 1_000_000}, "the prompt is too long .* 1,000,000 characters"),
+        ("completions", {**PROMPT, "prompt": ["b", "a" * 1_000_000]}, "the prompt is too long"),
+        ("chat/completions", {**TALK, "messages": [{"role": "user", "content": "a" * 5000}] * 9}, "45,000 characters"),
+        ("embeddings", {"model": "encoder", "input": ["b", "a" * 1_000_000]}, "input 1 is too long"),
+        (
+            "translate",
+            {"model": "translator", "input": "a" * 1_000_000},
+            "the input is too long .* 1,000,000 characters",
+        ),
+    ],
+)
+def test_long_texts_are_refused_before_they_are_tokenised(
+    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch, route: str, body: dict[str, Any], words: str
+) -> None:
+    workers = {n: ModelWorker(n, ch.load(place), ch.load_tokenizer(place)) for n, place in places.items()}
+    encode_all = Tokenizer.encode_all
+
+    def short_only(self: Tokenizer, texts: Any, *given: Any) -> Any:
+        assert all(len(text) < 100 for text in texts), "tokenised"
+        return encode_all(self, texts, *given)
+
+    monkeypatch.setattr(Tokenizer, "encode_all", short_only)
+
+    async def ask() -> Any:
+        transport = httpx.ASGITransport(app=make_app(workers))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            answer = await http.post(f"/v1/{route}", json=body)
+        for worker in workers.values():
+            worker.stop()
+        return answer
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == 400, answer.text
+    assert re.search(words, answer.json()["error"]["message"]), answer.text
 
 
 def test_metrics_and_health(address: str) -> None:
