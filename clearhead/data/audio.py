@@ -18,14 +18,26 @@ RATE = 16_000
 SECONDS = 30  # the length of Whisper's input
 N_FFT, HOP = 400, 160  # 25 ms every 10 ms
 BLOCK = 2**18  # samples read at once
+WEIGHTS = 2**22  # of the resampling filter, computed at once
+UNKNOWN = 2**60  # libsndfile's number of samples, 2**63 - 1, where a header does not say it
+RATES = (4_000, 192_000)  # of a file: from telephones to studios
+USUAL_RATE = 48_000  # a file of a higher rate may be shorter, so that it needs no more memory
+MAX_SECONDS = 4 * 3600  # of a file
+MAX_UPLOAD_SECONDS = 1800  # of a file that a stranger may send
 
 # The resampling filter: a sinc with 64 zero crossings on either side, in a Kaiser window with beta 9. Frequencies below 91% of
 # half the smaller rate pass within 0.01 dB; frequencies above half the smaller rate are reduced by more than 80 dB.
 ZEROS, BETA, ROLLOFF = 64, 9.0, 0.96
 
 
-def load_audio(source: str | Path | BytesIO, rate: int = RATE) -> Float[Tensor, " n"]:
-    """A sound file (wav, flac, ogg, mp3) as numbers from -1 to 1: channels averaged, resampled to `rate`."""
+def load_audio(
+    source: str | Path | BytesIO, rate: int = RATE, *, max_seconds: int | None = None
+) -> Float[Tensor, " n"]:
+    """A sound file (wav, flac, ogg, mp3) as numbers from -1 to 1: channels averaged, resampled to `rate`.
+
+    A file of another rate than RATES, or longer than `max_seconds`, is refused: a few bytes may claim, or hold, hours of silence.
+    Without `max_seconds`, the limit is MAX_SECONDS, and MAX_UPLOAD_SECONDS for bytes in memory.
+    """
     try:
         import soundfile
     except (ImportError, OSError):  # OSError: the package is installed, but libsndfile is not
@@ -35,17 +47,36 @@ def load_audio(source: str | Path | BytesIO, rate: int = RATE) -> Float[Tensor, 
     name = source if isinstance(source, str | Path) else "the input"
     if isinstance(source, str | Path) and not Path(source).is_file():
         raise InputError(f"there is no sound file {str(source)!r}; is the path right?")
+    if max_seconds is None:
+        max_seconds = MAX_SECONDS if isinstance(source, str | Path) else MAX_UPLOAD_SECONDS
+    blocks, n_read = list[np.ndarray](), 0
     try:
         with soundfile.SoundFile(source) as file:
-            # Block by block: a damaged header may claim more samples than fit in memory.
-            blocks = [block.mean(1) for block in file.blocks(BLOCK, dtype="float32", always_2d=True)]
             source_rate = int(file.samplerate)
+            _check_header(name, source_rate, file.frames, max_seconds)
+            # Block by block: a damaged header may claim fewer or more samples than there are.
+            for block in file.blocks(max(1, BLOCK // file.channels), dtype="float32", always_2d=True):
+                blocks.append(block.mean(1))
+                n_read += len(block)
+                _check_header(name, source_rate, n_read, max_seconds)
     except (soundfile.SoundFileError, RuntimeError, ValueError, TypeError) as error:
         raise InputError(f"{name} is no sound file that can be read ({error}); convert it to wav or flac") from None
     sound = torch.from_numpy(np.concatenate([*blocks, np.zeros(0, np.float32)]))
     if len(sound) == 0:
         raise InputError(f"{name} holds no sound: 0 samples; record or convert it again")
     return resample(sound, source_rate, rate)
+
+
+def _check_header(name: object, rate: int, n_samples: int, max_seconds: int) -> None:
+    if not RATES[0] <= rate <= RATES[1]:
+        raise InputError(
+            f"{name} has an unusual rate: {rate:,} samples a second; {RATES[0]:,} to {RATES[1]:,} can be read; resample it"
+        )
+    most = max_seconds * min(1, USUAL_RATE / rate)
+    if most * rate < n_samples < UNKNOWN:
+        raise InputError(
+            f"{name} is too long: {n_samples / rate:,.0f} seconds, and {most:,.0f} are the limit at this rate; cut it into parts"
+        )
 
 
 def resample(sound: Float[Tensor, " n"], source: int, target: int = RATE) -> Float[Tensor, " m"]:
@@ -63,19 +94,25 @@ def resample(sound: Float[Tensor, " n"], source: int, target: int = RATE) -> Flo
         return sound
     cutoff = ROLLOFF * min(1.0, up / down)  # in halves of the old rate
     reach = math.ceil(ZEROS / cutoff)
-    # New sample j has the old position j down / up; `reach` old samples before and after it contribute.
-    place = torch.arange(up, dtype=torch.float64) * down / up
-    offset = torch.arange(-reach, reach + 1) - (place - place.floor())[:, None]
+    count = -(-len(sound) * up // down)
+    # New sample j has the old position j down / up; `reach` old samples before and after it contribute. Unusual rates have many
+    # positions and far reaches: a short sound needs few of them, and no step holds more than a few megabytes.
+    place = torch.arange(min(up, count), dtype=torch.float64) * down / up
+    step = max(1, WEIGHTS // (2 * reach + 1))
+    weights = torch.cat([_weights(each, cutoff, reach).to(sound.dtype) for each in (place - place.floor()).split(step)])
+    around = F.pad(sound, (reach, reach + 1)).unfold(0, 2 * reach + 1, 1)
+    parts = [torch.arange(first, min(first + step, count)) for first in range(0, count, step)]
+    return torch.cat([torch.einsum("ij,ij->i", around[j * down // up], weights[j % up]) for j in parts])
+
+
+def _weights(fraction: Float[Tensor, " n"], cutoff: float, reach: int) -> Float[Tensor, "n taps"]:
+    """The filter for new samples that lie this far behind an old one."""
+    offset = torch.arange(-reach, reach + 1) - fraction[:, None]
     window = torch.special.i0(BETA * (1 - (offset / (reach + 1)) ** 2).clamp(min=0).sqrt()) / torch.special.i0(
         torch.tensor(BETA, dtype=torch.float64)
     )
     weights = cutoff * torch.sinc(cutoff * offset) * window
-    weights = (weights / weights.sum(1, keepdim=True)).to(sound.dtype)  # a constant signal stays exactly constant
-    around = F.pad(sound, (reach, reach + 1)).unfold(0, 2 * reach + 1, 1)
-    count = -(-len(sound) * up // down)
-    step = max(1, BLOCK // 8)
-    parts = [torch.arange(first, min(first + step, count)) for first in range(0, count, step)]
-    return torch.cat([torch.einsum("ij,ij->i", around[j * down // up], weights[j % up]) for j in parts])
+    return weights / weights.sum(1, keepdim=True)  # a constant signal stays exactly constant
 
 
 def log_mel(sound: Float[Tensor, " n"], n_mels: int = 80, seconds: float = SECONDS) -> Float[Tensor, "m frames"]:

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from clearhead.errors import CheckpointError, InputError, MissingExtraError
 
+MAX_PIXELS = 89_478_485  # of a file: Pillow's limit, 270 MB when decoded
+MAX_RATIO = 100  # of its sides, where the shorter one is resized and the longer one follows
+
 
 @dataclass(frozen=True, kw_only=True)
 class ImagePreprocessing:
@@ -83,24 +86,39 @@ def read_image(
     if isinstance(source, str | Path) and not Path(source).is_file():
         raise InputError(f"there is no picture {str(source)!r}; is the path right?")
     try:
-        with warnings.catch_warnings(), Image.open(source) as opened:
-            # A small file may decompress to any amount of memory.
+        with warnings.catch_warnings():
+            # A small file may decompress to any amount of memory. `open` warns, from the header alone: the filter comes first.
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            # Phones store a photo as the sensor read it, and beside it how to turn it upright.
-            image = ImageOps.exif_transpose(opened).convert("L" if n_channels == 1 else "RGB")
+            with Image.open(source) as opened:
+                _resized(name, opened.size, preprocessing.size)  # refuses by the header, before anything is decoded
+                # Phones store a photo as the sensor read it, and beside it how to turn it upright.
+                image = ImageOps.exif_transpose(opened).convert("L" if n_channels == 1 else "RGB")
+                size = _resized(name, image.size, preprocessing.size)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise InputError(f"{name} is no picture that can be read ({error}); convert it to png or jpeg") from None
-    if preprocessing.size is not None:
-        width, height = image.size
-        size = preprocessing.size
-        if isinstance(size, int):  # the shorter side; the other keeps its proportion
-            short = min(width, height)
-            size = size * height // short, size * width // short
+    if size is not None:
         image = image.resize((size[1], size[0]), Image.Resampling(preprocessing.resample))
     if preprocessing.crop is not None:
         image = _crop_middle(image, preprocessing.crop)
     x = np.array(image, dtype=np.uint8)
     return x[None] if x.ndim == 2 else np.ascontiguousarray(np.moveaxis(x, -1, 0))
+
+
+def _resized(name: object, size: tuple[int, int], wanted: tuple[int, int] | int | None) -> tuple[int, int] | None:
+    """Height and width after resizing, from the file's header; InputError where a picture would grow beyond all use."""
+    width, height = size
+    if width * height > MAX_PIXELS:
+        raise InputError(
+            f"{name} is too large: {width:,} x {height:,} pixels, and {MAX_PIXELS:,} are the limit; make it smaller"
+        )
+    if not isinstance(wanted, int):
+        return wanted
+    short = min(width, height)  # the shorter side is given; the other keeps its proportion
+    if short == 0 or max(width, height) > MAX_RATIO * short:
+        raise InputError(
+            f"{name} is too narrow: {width:,} x {height:,} pixels, and one side may be {MAX_RATIO} times the other; cut it"
+        )
+    return wanted * height // short, wanted * width // short
 
 
 def _crop_middle(image: Any, size: tuple[int, int]) -> Any:

@@ -112,7 +112,35 @@ class OutputProcessor:
             self.finish(ticket, reason)
 
 
+class StopMatcher:
+    """How much of the beginning of a stop sequence the text so far ends with (Knuth, Morris and Pratt 1977).
+
+    Each element, an id or a character, takes constant time on average, however long the stop is and whatever repeats in it.
+    """
+
+    def __init__(self, stop: abc.Sequence[object]) -> None:
+        self.stop, self.n = stop, 0
+        self.borders = [0] * len(stop)  # for stop[: i + 1]: the longest shorter beginning of it with which it also ends
+        n = 0
+        for place in range(1, len(stop)):
+            while n and stop[place] != stop[n]:
+                n = self.borders[n - 1]
+            n += stop[place] == stop[n]
+            self.borders[place] = n
+
+    def push(self, elements: abc.Iterable[object]) -> int:
+        """Append elements to the text; returns how many of its last ones begin the stop without completing it."""
+        stop, borders, n = self.stop, self.borders, self.n
+        for element in elements:
+            while n and element != stop[n]:
+                n = borders[n - 1]
+            n += element == stop[n]
+            if n == len(stop):
+                n = borders[-1]
+        self.n = n
+        return n
+
+
 def stop_overlap(written: abc.Sequence[object], stop: abc.Sequence[object]) -> int:
     """How many of the last elements (ids, or characters) a stop sequence begins with, if it is not complete."""
-    lengths = range(min(len(stop), len(written) + 1))
-    return max(n for n in lengths if written[len(written) - n :] == stop[:n])
+    return StopMatcher(stop).push(written[max(0, len(written) - len(stop) + 1) :])

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from clearhead.data.tokenizer import BYTE_PIECE, Tokenizer
 from clearhead.engine.engine import Engine
-from clearhead.engine.outputs import stop_overlap
+from clearhead.engine.outputs import StopMatcher
 from clearhead.engine.request import Request, Ticket, Token, check_at_least, source_length
 from clearhead.errors import InputError, did_you_mean
 from clearhead.generation.decoding import check_shape
@@ -205,6 +205,7 @@ class StoppingStream:
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), after: Sequence[int] = ()) -> None:
         self._stream, self._held = tokenizer.stream(), ""
         self._stops = [text for text in check_stops(stops, tokenizer) if not is_special(text, tokenizer)]
+        self._matchers = [StopMatcher(text) for text in self._stops]
         self.stop: str | None = None
         # Any complete piece of text will do; a single byte of a character would be held back.
         start = next((id for id in reversed(after) if _is_text(tokenizer, id)), None)
@@ -231,7 +232,7 @@ class StoppingStream:
             _, certain, self.stop = met
             self._held = ""
             return held[:certain]
-        certain = len(held) - max((stop_overlap(held, stop) for stop in self._stops), default=0)
+        certain = len(held) - max((matcher.push(piece) for matcher in self._matchers), default=0)
         self._held = held[certain:]
         return held[:certain]
 

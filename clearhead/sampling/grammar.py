@@ -18,7 +18,7 @@ from torch import Tensor
 
 from clearhead.data.tokenizer import Tokenizer
 from clearhead.errors import InputError
-from clearhead.sampling.json_schema import is_endless, spelled_texts
+from clearhead.sampling.json_schema import check_bounds, check_pattern, is_endless, spelled_texts
 from clearhead.sampling.vocabulary import library, literal, vocabulary_of
 
 Schema = Mapping[str, Any] | bool | str
@@ -63,6 +63,7 @@ class Grammar:
     ) -> Grammar:
         r"""The whole text matches `pattern`: Python's syntax without look-around and back-references; \d is 0 to 9."""
         what = f"regex {_text(pattern, 'a regex')!r:.200}"
+        check_pattern(pattern, what)
         lib = library()
         check = lib.LLMatcher(vocabulary_of(tokenizer).handle, lib.LLMatcher.grammar_from_regex(pattern), log_level=0)
         if check.is_error():
@@ -84,6 +85,7 @@ class Grammar:
             advice = "false accepts nothing" if read is False else "a schema is an object or true"
             raise InputError(f"{what} describes no text: {advice}; give an object such as {{'type': 'object'}}")
         known = {} if read is True else cast("dict[str, Any]", read)
+        check_bounds(known, what)
         vocabulary = vocabulary_of(tokenizer)
         written = {"whitespace_pattern": _SPACES, "json_allowed_escapes": vocabulary.escapes()}
         schema_text = json.dumps({"x-guidance": written, **known})

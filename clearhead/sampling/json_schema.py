@@ -1,10 +1,82 @@
-"""Checks of a JSON schema before it is compiled to a grammar."""
+"""Checks of a JSON schema before it is compiled to a grammar.
+
+llguidance is recursive: on a stack of 8 MB, a chain of 1,000 references ends the process, and there is no exception to catch. So
+depth and size are bounded first.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, cast
 from urllib.parse import unquote
+
+from clearhead.errors import InputError
+
+MAX_LEVELS = 600  # of nested values, references followed
+MAX_VALUES = 10_000
+MAX_CHARACTERS = 200_000  # of names and texts
+MAX_PATTERN = 10_000  # characters of a regular expression
+
+
+def check_bounds(schema: Any, what: str) -> None:
+    """InputError for a schema that is too deep or too large to compile."""
+    n_values = n_characters = 0
+    inside = [schema]
+    references: set[str] = set()
+    while inside:
+        value = inside.pop()
+        n_values += 1
+        if isinstance(value, dict):
+            part = cast("dict[str, Any]", value)
+            inside += part.values()
+            n_characters += sum(map(len, part))
+            if isinstance(reference := part.get("$ref"), str):
+                references.add(reference)
+            if isinstance(pattern := part.get("pattern"), str):
+                check_pattern(pattern, what)
+        elif isinstance(value, list):
+            inside += cast("list[Any]", value)
+        elif isinstance(value, str):
+            n_characters += len(value)
+        if n_values > MAX_VALUES or n_characters > MAX_CHARACTERS:
+            raise InputError(
+                f"{what} is too large: more than {MAX_VALUES:,} values, or {MAX_CHARACTERS:,} characters; simplify it"
+            )
+    # A path through the schema meets each referenced part at most once, or is a cycle, which is compiled once.
+    n_levels = whole = _depth(schema)
+    for reference in references:
+        if n_levels <= MAX_LEVELS:
+            target = _follow(schema, reference)
+            n_levels += 1 + (
+                whole if target is True else _depth(target)
+            )  # True: named by an anchor, so it may be any part
+    if n_levels > MAX_LEVELS:
+        raise InputError(
+            f"{what} is too deep: with its {len(references)} references, more than {MAX_LEVELS} levels; "
+            f"use fewer references, or nest less"
+        )
+
+
+def check_pattern(pattern: str, what: str) -> None:
+    """InputError for a regular expression that is too long to compile."""
+    if len(pattern) > MAX_PATTERN:
+        raise InputError(
+            f"{what} is too long: a regular expression of {len(pattern):,} characters, and {MAX_PATTERN:,} are the limit; "
+            f"simplify it"
+        )
+
+
+def _depth(node: Any) -> int:
+    """The levels of nested objects and lists."""
+    level, depth = [node], 0
+    while level := [
+        inner
+        for value in level
+        if isinstance(value, dict | list)
+        for inner in cast("list[Any]", list(value.values()) if isinstance(value, dict) else value)
+    ]:
+        depth += 1
+    return depth
 
 
 def is_endless(schema: dict[str, Any]) -> bool:

@@ -18,6 +18,7 @@ from clearhead.serving.openai_format import chat_logprobs, new_id
 from clearhead.serving.protocol import Chat, ResponseFormat
 from clearhead.serving.service import Service
 from clearhead.serving.text_deltas import TextDelta, TextJob
+from clearhead.serving.text_length import check_characters
 from clearhead.serving.text_responses import generation_requests, respond, text_jobs
 
 MAX_NEW_TOKENS = 1024  # if the request does not say
@@ -29,6 +30,7 @@ def chat_router(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(body: Chat, request: Request) -> Response:
         worker = service.find(body.model, "decoder")
+        _check(body)
         jobs = await asyncio.to_thread(_jobs, service, worker, body)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         head = dict(id=new_id("chatcmpl"), object=kind, created=int(time.time()), model=worker.name)
@@ -48,6 +50,24 @@ def chat_router(service: Service) -> APIRouter:
     return router
 
 
+def _check(body: Chat) -> None:
+    """Fields that contradict each other, or have no effect together."""
+    most, also = body.max_completion_tokens, body.max_tokens
+    if most is not None and also is not None and most != also:
+        raise InputError(
+            f"two limits on the same tokens: max_completion_tokens={most} and max_tokens={also}; leave one out"
+        )
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InputError(
+            f"top_logprobs needs logprobs; got top_logprobs={body.top_logprobs} alone; set logprobs to true"
+        )
+    asked = body.response_format
+    if asked is not None and asked.json_schema is not None and asked.type != "json_schema":
+        raise InputError(
+            f"response_format has a json_schema that its type does not use; got type {asked.type!r}; set it to 'json_schema'"
+        )
+
+
 def _jobs(service: Service, worker: ModelWorker, body: Chat) -> list[TextJob]:
     ids = chat_ids(worker, body)
     room = min(worker.model.config.max_len - len(ids), MAX_NEW_TOKENS if body.explain is None else MAX_NEW)
@@ -64,6 +84,7 @@ def chat_ids(worker: ModelWorker, body: Chat) -> list[int]:
     """The conversation in the model's chat template. Special tokens in what users wrote stay plain text."""
     tokenizer = worker.tokenizer
     assert tokenizer is not None
+    check_characters(worker, sum(len(message.text) for message in body.messages), "the conversation")
     special = [tokenizer.token(id) for id in tokenizer.special_ids]
     messages: list[dict[str, str]] = []
     for message in body.messages:

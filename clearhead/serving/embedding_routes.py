@@ -15,6 +15,7 @@ from clearhead.models import Encoder
 from clearhead.serving.model_worker import ModelWorker
 from clearhead.serving.protocol import Embedding
 from clearhead.serving.service import Service
+from clearhead.serving.text_length import check_characters
 
 
 def embedding_router(service: Service) -> APIRouter:
@@ -41,6 +42,8 @@ def embed_texts(worker: ModelWorker, texts: list[str]) -> tuple[np.ndarray, int]
     model, tokenizer = worker.model, worker.tokenizer
     assert isinstance(model, Encoder)
     assert tokenizer is not None
+    for at, text in enumerate(texts):
+        check_characters(worker, len(text), f"input {at}")
     ids, most = tokenizer.encode_all(texts), model.config.max_len
     for at, row in enumerate(ids):
         if not row:

@@ -134,7 +134,9 @@ class Guard:
 
 
 def _given_key(headers: Headers) -> str:
-    return headers.get("authorization", "").removeprefix("Bearer ").strip()
+    """The key of `Authorization: Bearer KEY`; without that scheme, which is the same in any case of letters, none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 async def answer(send: Send, status: int, body: dict[str, Any]) -> None:

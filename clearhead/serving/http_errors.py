@@ -52,9 +52,13 @@ def error_body(raised: BaseException) -> tuple[int, dict[str, Any]]:
     """The status and the body for an exception."""
     match raised:
         case RequestValidationError():
-            first = raised.errors()[0]
-            where = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
-            return error(400, f"{where}: {first['msg']}", param=where)
+            found = raised.errors()
+            # Where several types are allowed, each has its error; an unknown field says more than "not a string".
+            first = next((each for each in found if each["type"] == "unknown_field"), found[0])
+            where = ".".join(str(part) for part in first["loc"] if part != "body")
+            message = f"{where}: {first['msg']}" if where else first["msg"]
+            field = first.get("ctx", {}).get("field")  # the one that is unknown
+            return error(400, message, param=".".join(filter(None, (where, field))) or "body")
         case HTTPException():
             return error(raised.status_code, str(raised.detail))
         case UnknownModelError():

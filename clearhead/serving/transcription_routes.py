@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from io import BytesIO
 from typing import Annotated, Any
 
@@ -10,11 +11,15 @@ from fastapi import APIRouter, File, Form, Request, UploadFile
 from fastapi.responses import PlainTextResponse, Response
 
 from clearhead.data.audio import load_audio
-from clearhead.errors import InputError
+from clearhead.errors import InputError, did_you_mean
 from clearhead.generation.transcription import Scribe
 from clearhead.models import EncoderDecoder
 from clearhead.serving.cancellation import cancel_on_disconnect, gather_or_cancel
 from clearhead.serving.service import Service
+
+# The form's fields, and those that are accepted with one value only: it is what this server does.
+FIELDS = ("file", "model", "language", "response_format")
+FIXED = {"temperature": ("0", "0.0"), "stream": ("false", "False")}
 
 
 def transcription_router(service: Service) -> APIRouter:
@@ -29,6 +34,7 @@ def transcription_router(service: Service) -> APIRouter:
         response_format: Annotated[str, Form()] = "json",
     ) -> Response | dict[str, Any]:
         worker = service.find(model, "scribe")
+        check_fields(await request.form())
         assert isinstance(worker.model, EncoderDecoder)
         assert worker.tokenizer is not None
         if response_format not in ("json", "text"):
@@ -44,3 +50,14 @@ def transcription_router(service: Service) -> APIRouter:
         return PlainTextResponse(text + "\n") if response_format == "text" else {"text": text}
 
     return router
+
+
+def check_fields(form: Mapping[str, Any]) -> None:
+    """InputError for a field of the form that would have no effect."""
+    for name, value in form.items():
+        if name in FIXED and value not in FIXED[name]:
+            raise InputError(f"{name} is {FIXED[name][0]} in a transcription here; got {value!r:.40}; leave it out")
+        if name not in FIELDS and name not in FIXED:
+            raise InputError(
+                f"there is no field {name!r:.60} here; got {value!r:.40}; {did_you_mean(name[:60], FIELDS)}"
+            )

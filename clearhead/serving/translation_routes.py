@@ -19,6 +19,7 @@ from clearhead.serving.model_worker import ModelWorker
 from clearhead.serving.openai_format import token_name
 from clearhead.serving.protocol import Translation
 from clearhead.serving.service import Service
+from clearhead.serving.text_length import check_characters
 
 
 def translation_router(service: Service) -> APIRouter:
@@ -41,6 +42,7 @@ def translation_request(worker: ModelWorker, body: Translation, text: str) -> Ge
     """The source's ids always end with the end token, also if the tokenizer adds none."""
     tokenizer = worker.tokenizer
     assert tokenizer is not None
+    check_characters(worker, len(text), "the input")
     ids = tokenizer.encode(text)
     ids = ids if tokenizer.eos is None or ids[-1:] == [tokenizer.eos] else [*ids, tokenizer.eos]
     most = body.max_tokens or min(2 * len(ids) + 20, worker.model.config.max_len)

@@ -15,7 +15,8 @@ import torch
 from scipy.signal import resample_poly
 from torch import Tensor
 
-from clearhead.data.audio import RATE, load_audio, log_mel, mel_filters, resample
+from clearhead.data import audio
+from clearhead.data.audio import MAX_UPLOAD_SECONDS, RATE, load_audio, log_mel, mel_filters, resample
 from clearhead.errors import InputError, MissingExtraError
 
 soundfile = pytest.importorskip("soundfile")
@@ -127,6 +128,46 @@ def test_bad_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "soundfile", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'clearhead\[audio\]'"):
         load_audio(tmp_path / "empty.wav")
+
+
+def test_unusual_rates_and_long_files_are_refused_by_their_header(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kilobytes became gigabytes and minutes: at 4,000,037 Hz, at 1 Hz, or as an hour of silence."""
+    for name, samples, rate, words in (
+        ("fast.wav", 50, 4_000_037, "an unusual rate: 4,000,037 samples a second; 4,000 to 192,000 can be read"),
+        ("slow.wav", 3000, 1, "an unusual rate: 1 samples a second"),
+        ("silence.flac", 3601 * 4000, 4000, "too long: 3,601 seconds, and 1,800 are the limit at this rate; cut it"),
+    ):
+        soundfile.write(tmp_path / name, np.zeros(samples, np.int16), rate)
+        with monkeypatch.context() as patch:
+            patch.setattr(soundfile.SoundFile, "blocks", lambda *_, **__: pytest.fail("decoded"))
+            with pytest.raises(InputError, match=words):
+                load_audio(io.BytesIO((tmp_path / name).read_bytes()), max_seconds=MAX_UPLOAD_SECONDS)
+    soundfile.write(tmp_path / "high.wav", np.zeros(192_000), 192_000)
+    with pytest.raises(
+        InputError, match="too long: 1 seconds, and 0 are the limit"
+    ):  # as many samples as 2 s at 48,000
+        load_audio(tmp_path / "high.wav", max_seconds=1)
+    assert len(load_audio(tmp_path / "high.wav", max_seconds=4)) == RATE
+
+
+def test_an_unusual_rate_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """191,999 has no common divisor with 16,000: the whole filter has 16,000 rows of 1,603 weights."""
+    sizes: list[int] = []
+    plain = audio._weights  # pyright: ignore[reportPrivateUsage]
+
+    def spied(fraction: Tensor, cutoff: float, reach: int) -> Tensor:
+        sizes.append(len(fraction) * (2 * reach + 1))
+        return plain(fraction, cutoff, reach)
+
+    monkeypatch.setattr(audio, "_weights", spied)
+    found = resample(sweep(191_999, seconds=0.5), 191_999)
+    torch.testing.assert_close(found[:8000], sweep(RATE, seconds=0.5), rtol=0, atol=1e-4)
+    assert max(sizes) <= audio.WEIGHTS
+    sizes.clear()
+    assert len(resample(torch.ones(50), 191_999)) == 5
+    assert sum(sizes) < 5 * 2000  # only the rows that five samples need
 
 
 def test_a_header_with_too_many_samples(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +54,30 @@ def test_made_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     prepare_images(tmp_path / "s", find_images(folder), 11)
     monkeypatch.setattr("clearhead.data.image_preparation.read_image", lambda *_, **__: pytest.fail("read again"))
     assert isinstance(prepare_images(tmp_path / "s", find_images(folder), 11), Store)
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        ((1, 60_000), "too narrow: 1 x 60,000 pixels, and one side may be 100 times the other"),
+        ((60_000, 7), "too narrow: 60,000 x 7"),
+        ((10_000, 9_000), r"no picture that can be read \(Image size \(90000000 pixels\) exceeds limit"),
+        ((40_000, 30_000), "no picture that can be read .* decompression bomb"),
+    ],
+)
+def test_picture_bombs_are_refused_by_their_header(
+    size: tuple[int, int], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """196 bytes of 1 x 60,000 pixels became 9 GB: the shorter side was resized to 224, and the longer one followed."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", *size, 8, 0, 0, 0, 0)
+    file = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    monkeypatch.setattr(Image.Image, "convert", lambda *_: pytest.fail("decoded"))
+    with pytest.raises(InputError, match=words):
+        load_image(BytesIO(file), ImagePreprocessing(size=224, crop=(224, 224)))
 
 
 def test_unreadable_images(folder: Path, tmp_path: Path) -> None:

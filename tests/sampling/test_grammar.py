@@ -7,6 +7,7 @@ import json
 import random
 import re
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -435,3 +436,62 @@ def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'clearhead\[constrain\]'"):
         Grammar.regex("a", chars("ab"))
+
+
+def chain(n: int, inner: Any, link: Callable[[Any], Any] = lambda reference: reference) -> dict[str, Any]:
+    """A schema in which n references follow each other."""
+    parts = {f"d{at}": link({"$ref": f"#/$defs/d{at + 1}"}) for at in range(n)}
+    return {"$ref": "#/$defs/d0", "$defs": {**parts, f"d{n}": inner}}
+
+
+def in_lists(reference: Any) -> Any:
+    return {"type": "array", "items": reference}
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (chain(2500, {"type": "integer"}), "too deep: with its 2501 references, more than 600 levels"),
+        (chain(500, {"type": "integer"}, in_lists), "too deep"),
+        ({"anyOf": [{"$ref": f"#a{at}"} for at in range(400)]}, "too deep"),
+        ({"enum": list(range(20_000))}, "too large: more than 10,000 values"),
+        ({"enum": ["a" * 300_000]}, "too large"),
+        ({"type": "string", "pattern": "a" * 20_000}, "a regular expression of 20,000 characters"),
+    ],
+)
+def test_schemas_that_are_too_large_are_refused_before_they_are_compiled(
+    schema: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chain of 2,500 references overflowed the stack of llguidance: no exception, the process was gone."""
+    tokenizer = train_tokenizer(kind="bytes")
+    monkeypatch.setattr("clearhead.sampling.grammar.library", lambda: pytest.fail("compiled"))
+    with pytest.raises(InputError, match=words):
+        Grammar.json_schema(schema, tokenizer)
+
+
+def test_schemas_within_the_bounds_are_compiled() -> None:
+    """The largest that are allowed, on half of a usual stack."""
+    tokenizer, failed = train_tokenizer(kind="bytes"), list[BaseException]()
+
+    def compile_all() -> None:
+        try:
+            for schema in (chain(290, {"type": "integer"}), chain(190, {"type": "integer"}, in_lists)):
+                Grammar.json_schema(schema, tokenizer)
+        except BaseException as error:
+            failed.append(error)
+
+    usual = threading.stack_size(4 << 20)
+    try:
+        thread = threading.Thread(target=compile_all)
+        thread.start()
+    finally:
+        threading.stack_size(usual)
+    thread.join()
+    assert failed == []
+
+
+def test_a_regex_has_a_limit() -> None:
+    with pytest.raises(
+        InputError, match="too long: a regular expression of 20,000 characters, and 10,000 are the limit"
+    ):
+        Grammar.regex("a" * 20_000, train_tokenizer(kind="bytes"))

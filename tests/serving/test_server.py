@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,16 @@ import httpx2 as httpx
 import openai
 import pytest
 import torch
+from pydantic import ValidationError
 
 import clearhead as ch
+from clearhead.data import Tokenizer
 from clearhead.generation import write_texts
 from clearhead.generation.embeddings import ELSEWHERE
+from clearhead.serving.app import make_app
+from clearhead.serving.model_worker import ModelWorker
+from clearhead.serving.protocol import Chat, Completion, Embedding
+from clearhead.serving.transcription_routes import check_fields
 from tests.serving.live_server import served
 
 IMPOSSIBLE = {"type": "integer", "minimum": 5, "maximum": 3}
@@ -232,6 +240,140 @@ def test_bad_requests(address: str, route: str, body: Any, status: int, words: s
     assert "Traceback" not in found.text
 
 
+def test_the_form_of_a_transcription() -> None:
+    for more, words in (
+        ({"promt": "a"}, "no field 'promt'"),
+        ({"temperature": "0.7"}, "temperature is 0 .* got '0.7'"),
+    ):
+        with pytest.raises(ch.InputError, match=words):
+            check_fields({"file": b"", "model": "x", **more})
+    check_fields({"file": b"", "model": "x", "temperature": "0", "response_format": "json"})
+
+
+PROMPT: dict[str, Any] = {"model": "gpt", "prompt": "a", "max_tokens": 1}
+TALK: dict[str, Any] = {"model": "gpt", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param", "words"),
+    [
+        ("completions", {**PROMPT, "max_token": 3}, "max_token", "no field 'max_token' here; got 3; .* 'max_tokens'"),
+        ("completions", {**PROMPT, "temprature": 0.5}, "temprature", "did you mean 'temperature'"),
+        ("completions", {**PROMPT, "suffix": "b"}, "suffix", "suffix is not supported by this server; got 'b'; leave"),
+        ("completions", {**PROMPT, "best_of": 3}, "best_of", "best_of is not supported"),
+        ("completions", {**PROMPT, "explain": {"lense": True}}, "explain.lense", "did you mean 'lens'"),
+        ("completions", {**PROMPT, "explain": {"attention": [{"sites": "x"}]}}, None, "did you mean 'site'"),
+        ("chat/completions", {**TALK, "tools": [TOOL]}, "tools", "tools is not supported"),
+        ("chat/completions", {**TALK, "tool_choice": "required"}, "tool_choice", "got 'required'"),
+        ("chat/completions", {**TALK, "store": True}, "store", "store is not supported"),
+        ("chat/completions", {**TALK, "stream_options": {"include_usages": True}}, None, "'include_usage'"),
+        ("chat/completions", {**TALK, "messages": [{"role": "user", "contents": "a"}]}, None, "mean 'content'"),
+        ("chat/completions", {**TALK, "top_logprobs": 2}, None, "top_logprobs needs logprobs"),
+        ("chat/completions", {**TALK, "max_completion_tokens": 2}, None, "two limits on the same tokens"),
+        (
+            "chat/completions",
+            {**TALK, "response_format": {"type": "text", "json_schema": {"schema": {}}}},
+            None,
+            "a json_schema that its type does not use",
+        ),
+        (
+            "chat/completions",
+            {**TALK, "messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache": 1}]}]},
+            None,
+            "got also 'cache'",
+        ),
+        (
+            "embeddings",
+            {"model": "encoder", "input": "a", "dimensions": 8},
+            "dimensions",
+            "dimensions is not supported",
+        ),
+        ("translate", {"model": "translator", "input": "a", "beam": 2}, "beam", "did you mean 'beams'"),
+        ("completions", {**PROMPT, "temperature": 1e-45}, "temperature", "above 0 it is at least 1e-06; got 1e-45"),
+    ],
+)
+def test_a_field_without_effect_is_refused(address: str, route: str, body: Any, param: str | None, words: str) -> None:
+    found = httpx.post(f"{address}/v1/{route}", json=body, timeout=60)
+    assert found.status_code == 400, found.text
+    said = found.json()["error"]
+    assert re.search(words, said["message"]), said
+    assert param in (None, said["param"]), said
+
+
+def test_harmless_fields_are_accepted(address: str, client: openai.OpenAI) -> None:
+    """Labels, and fields of OpenAI's with the value that asks for nothing."""
+    labels = {"user": "u", "metadata": {"a": "b"}, "store": False, "best_of": 1, "suffix": None, "service_tier": "auto"}
+    assert httpx.post(f"{address}/v1/completions", json={**PROMPT, **labels}, timeout=60).status_code == 200
+    answer = client.chat.completions.create(**TALK).choices[0].message
+    messages: Any = [*TALK["messages"], answer, {"role": "user", "content": "b", "name": "ann"}]
+    client.chat.completions.create(model="gpt", messages=messages, max_tokens=1, tool_choice="none")
+    # As dumped by the client: every field that the server did not send is null.
+    client.chat.completions.create(model="gpt", messages=[answer.model_dump(), messages[0]], max_tokens=1)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("completions", {**PROMPT, "prompt": [{}] * 1_000_000}),
+        ("completions", {**PROMPT, "prompt": [1, "a"] * 500_000}),
+        ("completions", {**PROMPT, "prompt": [[{}] * 1000] * 1000}),
+        ("completions", {**PROMPT, "stop": [1] * 1_000_000}),
+        ("completions", {**PROMPT, "logit_bias": {str(at): "x" for at in range(200_000)}}),
+        ("completions", {**PROMPT, **{str(at): 1 for at in range(200_000)}}),
+        ("chat/completions", {**TALK, "messages": [{"role": "user", "content": [1] * 1_000_000}]}),
+        ("chat/completions", {**TALK, "messages": [1] * 1_000_000}),
+        ("embeddings", {"model": "encoder", "input": [{}] * 1_000_000}),
+    ],
+)
+def test_a_million_wrong_items_are_one_error(route: str, body: dict[str, Any]) -> None:
+    bodies: dict[str, Any] = {"completions": Completion, "chat/completions": Chat, "embeddings": Embedding}
+    began = time.process_time()
+    with pytest.raises(ValidationError) as raised:
+        bodies[route].model_validate(body)
+    assert raised.value.error_count() <= 6
+    assert time.process_time() - began < 1  # it was 29 s, in the event loop
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "words"),
+    [
+        ("completions", {**PROMPT, "prompt": "a" * 1_000_000}, "the prompt is too long .* 1,000,000 characters"),
+        ("completions", {**PROMPT, "prompt": ["b", "a" * 1_000_000]}, "the prompt is too long"),
+        ("chat/completions", {**TALK, "messages": [{"role": "user", "content": "a" * 5000}] * 9}, "45,000 characters"),
+        ("embeddings", {"model": "encoder", "input": ["b", "a" * 1_000_000]}, "input 1 is too long"),
+        (
+            "translate",
+            {"model": "translator", "input": "a" * 1_000_000},
+            "the input is too long .* 1,000,000 characters",
+        ),
+    ],
+)
+def test_long_texts_are_refused_before_they_are_tokenised(
+    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch, route: str, body: dict[str, Any], words: str
+) -> None:
+    workers = {n: ModelWorker(n, ch.load(place), ch.load_tokenizer(place)) for n, place in places.items()}
+    encode_all = Tokenizer.encode_all
+
+    def short_only(self: Tokenizer, texts: Any, *given: Any) -> Any:
+        assert all(len(text) < 100 for text in texts), "tokenised"
+        return encode_all(self, texts, *given)
+
+    monkeypatch.setattr(Tokenizer, "encode_all", short_only)
+
+    async def ask() -> Any:
+        transport = httpx.ASGITransport(app=make_app(workers))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            answer = await http.post(f"/v1/{route}", json=body)
+        for worker in workers.values():
+            worker.stop()
+        return answer
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == 400, answer.text
+    assert re.search(words, answer.json()["error"]["message"]), answer.text
+
+
 def test_metrics_and_health(address: str) -> None:
     assert httpx.get(f"{address}/healthz").text == "ok\n"
     assert httpx.get(f"{address}/readyz").status_code == 200
@@ -246,6 +388,9 @@ def test_who_may_ask(places: dict[str, Path]) -> None:
         assert httpx.get(f"{url}/v1/models").status_code == 401
         assert httpx.get(f"{url}/v1/models", headers={"authorization": "Bearer three"}).status_code == 401
         assert httpx.get(f"{url}/v1/models", headers={"authorization": "Bearer two"}).status_code == 200
+        assert httpx.get(f"{url}/v1/models", headers={"authorization": "bearer two"}).status_code == 200
+        assert httpx.get(f"{url}/v1/models", headers={"authorization": "two"}).status_code == 401
+        assert httpx.get(f"{url}/v1/models", headers={"authorization": "Basic two"}).status_code == 401
         assert httpx.get(f"{url}/healthz").status_code == 200
         key = {"authorization": "Bearer one"}
         assert httpx.get(f"{url}/v1/models", headers={**key, "host": "evil.example"}).status_code == 421
