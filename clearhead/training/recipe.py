@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from clearhead.config import Config
 from clearhead.errors import ConfigError, InputError, did_you_mean
+from clearhead.families import preset, presets
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -120,7 +121,7 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.task not in TASKS:
             raise ConfigError(f"there is no task {self.task!r}; {did_you_mean(str(self.task), TASKS)}")
-        _check_model(self.model)
+        _check_model(self.task, self.model)
         _check_values(self)
 
     @classmethod
@@ -159,8 +160,11 @@ class Recipe:
         return "\n".join(lines) + "\n"
 
     def with_set(self, settings: Iterable[str]) -> Recipe:
-        """The recipe with fields replaced: "train.steps=500", "model.n_layers=4", "data.files=['a.txt']"."""
-        tables = self.tables()
+        """The recipe with fields replaced: "train.steps=500", "model.n_layers=4", "data.files=['a.txt']".
+
+        "model.preset=gpt2" replaces the whole [model] table; other fields of the model set beside it are changes to the preset.
+        """
+        tables, model = self.tables(), dict[str, Any]()
         for setting in settings:
             path, equals, value = setting.partition("=")
             part, dot, name = path.strip().partition(".")
@@ -174,7 +178,8 @@ class Recipe:
                 raise ConfigError(
                     f"a recipe has no field {part}.{name}; {did_you_mean(f'{part}.{name}', elsewhere or everywhere)}"
                 )
-            tables[part][name] = _value(value.strip())
+            (model if part == "model" else tables[part])[name] = _value(value.strip())
+        tables["model"] = _set_model(self.task, tables["model"], model)
         return Recipe.from_tables(tables)
 
     def with_files(self, **files: Iterable[str]) -> Recipe:
@@ -208,7 +213,23 @@ def _model_names() -> list[str]:
     return ["preset", "from", *_names(Config)]
 
 
-def _check_model(model: Mapping[str, Any]) -> None:
+def _set_model(task: str, old: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The [model] table with fields replaced. A preset replaces all of it but `from`, with which it is refused.
+
+    A translator whose two stacks are of equal depth keeps them so.
+    """
+    if "preset" in given:
+        old = {name: value for name, value in old.items() if name == "from"}
+    new = {**old, **given}
+    if task == "translate" and "n_layers" in given and "n_decoder_layers" not in given and "from" not in new:
+        start = asdict(preset(new["preset"])) if "preset" in new else {}
+        n_layers, n_decoder_layers = ({**start, **old}.get(name, 0) for name in ("n_layers", "n_decoder_layers"))
+        if n_decoder_layers == n_layers:
+            new["n_decoder_layers"] = given["n_layers"]
+    return new
+
+
+def _check_model(task: str, model: Mapping[str, Any]) -> None:
     for name in model:
         if name not in _model_names():
             raise ConfigError(f"a recipe has no field model.{name}; {did_you_mean(name, _model_names())}")
@@ -216,6 +237,20 @@ def _check_model(model: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"model.preset={model['preset']!r} and model.from={model['from']!r} both say where to start; leave one out"
         )
+    if model.get("preset") in presets():  # an unknown one is refused when its config is made
+        _check_preset(task, preset(model["preset"]))
+
+
+def _check_preset(task: str, config: Config) -> None:
+    shape = {"language": "decoder", "translate": "encoder-decoder"}.get(task, "encoder")
+    inputs = ("tokens", "patches") if task == "classify" else ("tokens",)
+    if config.shape == shape and config.inputs in inputs:
+        return
+    fitting = [name for name in presets() if (known := preset(name)).shape == shape and known.inputs in inputs]
+    raise ConfigError(
+        f"the preset is no model for the task {task!r}, which needs shape={shape!r} and inputs={' or '.join(map(repr, inputs))}; "
+        f"got shape={config.shape!r}, inputs={config.inputs!r}; choose one of: {', '.join(fitting)}"
+    )
 
 
 def _make(kind: type, part: str, values: Any) -> Any:

@@ -121,7 +121,7 @@ def test_mask_and_then_classify_from_it(clearhead: Clearhead, tmp_path: Path) ->
 def test_translate(clearhead: Clearhead, tmp_path: Path) -> None:
     write_pairs(tmp_path)
     ran = clearhead("train", "translate", "--source", "a.source", "--target", "a.target", "--out", "x")
-    assert_trained(ran, Path("x"), "BLEU", "chrF", "exact match", "padding", "encoder-decoder, 1+")
+    assert_trained(ran, Path("x"), "BLEU", "chrF", "exact match", "padding", "encoder-decoder, 1+1 layers")
     assert " -> " in ran.out
     held = ["--valid-source", "a.source", "--valid-target", "a.target"]
     ran = clearhead("train", "translate", "--source", "a.source", "--target", "a.target", "--out", "y", *held)
