@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from clearhead.errors import InputError
+from clearhead.errors import InputError, did_you_mean
 
 if TYPE_CHECKING:
     from clearhead.data import Tokenizer
     from clearhead.models import Decoder, Encoder, EncoderDecoder
 
 ModelName = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A model's folder or file, or its name on the hub (owner/name).")
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A model's folder or file, or its name on the hub (owner/name, or hf:owner/name)."
+    ),
 ]
 LineFile = Annotated[str, typer.Argument(metavar="FILE", help="A file with one text a line; - reads standard input.")]
 Beams = Annotated[int, typer.Option(min=1, help="Texts kept at each step; 1 is greedy.")]
@@ -39,7 +42,14 @@ def find_model(name: str) -> Path:
     """The folder or file of a model. A name on the hub is downloaded."""
     from clearhead.checkpoint.hub import download
 
-    return Path(name) if Path(name).exists() else download(name)
+    path = Path(name)
+    if path.exists():
+        return path
+    if len(path.parts) > 1 and path.parent.is_dir() and not name.startswith("hf:"):
+        siblings = [str(each) for each in path.parent.iterdir()]
+        hint = did_you_mean(name, siblings) if siblings else "that folder is empty"
+        raise InputError(f"there is nothing at {name!r}; {hint:.300}; a model of the hub is hf:owner/name")
+    return download(name.removeprefix("hf:"))
 
 
 def find_device(name: str) -> str:
@@ -132,7 +142,10 @@ def read_lines(name: str) -> list[str]:
     try:
         raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:
-        raise InputError(f"{name!r} can not be read ({error.strerror or error}); is the path right?") from None
+        hint = "is the path right?"
+        if " " in name and isinstance(error, FileNotFoundError):
+            hint = "a file is read here; give a text through a pipe: echo 'TEXT' | clearhead ... -"
+        raise InputError(f"{name!r:.60} can not be read ({error.strerror or error}); {hint}") from None
     shown = "standard input" if name == "-" else repr(name)
     # Not splitlines: it also splits at characters that are part of a text.
     lines = [line.rstrip("\r") for line in _decode(raw, shown).removesuffix("\n").split("\n")]

@@ -161,7 +161,7 @@ class TextWriter:
 
         asked = self.options["max_new_tokens"]
         limit = asked or self._default_limit(len(ids))
-        options = {**self.options, "max_new_tokens": limit}
+        options: dict[str, Any] = {**self.options, "max_new_tokens": limit}
         request = make_request(self.model, self.tokenizer, ids, grammar=self.grammar, **options)
         if self._engine is None:
             # In a chat the engine keeps the conversation so far, so that only the new part is computed.

@@ -289,6 +289,32 @@ def test_translate_refusals(tmp_path: Path, arguments: list[str], message: str) 
         run("translate", str(tmp_path), *arguments, stdin="the\n")
 
 
+def test_a_sentence_is_no_file(tmp_path: Path) -> None:
+    make(tmp_path, "transformer-base")
+    with pytest.raises(
+        InputError, match=r"'A man walks.' can not be read .*give a text through a pipe: echo 'TEXT' \|"
+    ):
+        run("translate", str(tmp_path), "A man walks.")
+
+
+def test_a_mistyped_path_does_not_go_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def download(name: str) -> Path:
+        asked.append(name)
+        return tmp_path / "runs" / "dates-1"
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("clearhead.checkpoint.hub.download", download)
+    make(tmp_path / "runs" / "dates-1", "gpt2")
+    with pytest.raises(InputError, match=r"there is nothing at 'runs/date-1'; did you mean 'runs/dates-1'\?"):
+        run("generate", "runs/date-1", "the")
+    assert asked == []
+    run("generate", "hf:owner/name", "the", "-n", "2")
+    run("generate", "owner/name", "the", "-n", "2")
+    assert asked == ["owner/name"] * 2
+
+
 @pytest.mark.parametrize(("command", "preset"), [("generate", "transformer-base"), ("translate", "gpt2")])
 def test_the_wrong_shape(tmp_path: Path, command: str, preset: str) -> None:
     make(tmp_path, preset)
