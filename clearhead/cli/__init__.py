@@ -33,7 +33,6 @@ app = typer.Typer(
     name="clearhead",
     help="The Transformer as one library: build, train, run, serve and look inside.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

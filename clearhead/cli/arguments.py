@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import warnings
 from io import BytesIO
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from clearhead.errors import InputError
+from clearhead.errors import InputError, did_you_mean
 
 if TYPE_CHECKING:
     from clearhead.data import Tokenizer
@@ -29,6 +30,9 @@ Quantize = Annotated[
     typer.Option(help="Hold the weights in 8 or 4 bits: faster and smaller, a little less exact."),
 ]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
+Column = Annotated[
+    str | None, typer.Option(help="The column of the texts, where FILE is a table. Without: text.", metavar="NAME")
+]
 Device = Annotated[str, typer.Option(help="Where to compute: cpu, cuda ... auto takes a GPU if there is one.")]
 
 
@@ -36,7 +40,13 @@ def find_model(name: str) -> Path:
     """The folder or file of a model. A name on the hub is downloaded. Of a run that goes on or was stopped, its step is said."""
     from clearhead.checkpoint.hub import download
 
-    path = Path(name) if Path(name).exists() else download(name)
+    path = Path(name)
+    if not path.exists():
+        if len(path.parts) > 1 and path.parent.is_dir() and not name.startswith("hf:"):
+            siblings = [str(each) for each in path.parent.iterdir()]
+            hint = did_you_mean(name, siblings) if siblings else "that folder is empty"
+            raise InputError(f"there is nothing at {name!r}; {hint:.300}; a model of the hub is hf:owner/name")
+        path = download(name)
     if (path / "checkpoints").is_dir():
         from clearhead.checkpoint.run_checkpoint import unfinished
 
@@ -80,10 +90,38 @@ def load_tokenizer_of(model_path: Path) -> Tokenizer:
     return load_tokenizer(model_path if holds_it else model_path.parent)
 
 
-def check_folder(option: str, file: Path | None) -> None:
-    """Refuse an output file whose folder does not exist, before any work is done for it."""
-    if file is not None and not file.parent.is_dir():
+def check_output(option: str, file: Path | None) -> None:
+    """Refuse an output file that can not be written, before any work is done for it."""
+    if file is None:
+        return
+    if not file.parent.is_dir():
         raise InputError(f"{option} {str(file)!r}: there is no folder {str(file.parent)!r}; make it first")
+    if file.exists() and not file.is_file() and not file.is_dir():
+        return  # a pipe or a device: to open it twice may change it
+    is_new = not file.exists()
+    try:
+        with file.open("ab"):
+            pass
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        raise InputError(
+            f"{option} {str(file)!r} can not be written ({error.strerror or error}); name another file"
+        ) from None
+
+
+def check_port(host: str, port: int) -> None:
+    """Refuse an address that can not be listened on, before a model is loaded for it."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError(
+            f"port {port} of {host} can not be listened on ({reason}); choose another with --port; 0 takes a free one"
+        ) from None
 
 
 def open_binary(name: str) -> str | BytesIO:
@@ -108,13 +146,50 @@ def read_lines(name: str) -> list[str]:
     try:
         raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:
-        raise InputError(f"{name!r} can not be read ({error.strerror or error}); is the path right?") from None
+        hint = "is the path right?"
+        if " " in name and isinstance(error, FileNotFoundError):
+            hint = "a file is read here; give a text through a pipe: echo 'TEXT' | clearhead ... -"
+        raise InputError(f"{name!r:.60} can not be read ({error.strerror or error}); {hint}") from None
     shown = "standard input" if name == "-" else repr(name)
     # Not splitlines: it also splits at characters that are part of a text.
     lines = [line.rstrip("\r") for line in _decode(raw, shown).removesuffix("\n").split("\n")]
     if not any(line.strip() for line in lines):
         raise InputError(f"{shown} holds no text; give one text a line")
     return lines
+
+
+def read_texts(name: str, column: str | None = None) -> list[str]:
+    """The texts of a file: its lines, or of a table (.csv, .tsv, .jsonl, .parquet) the column of texts, as `evaluate` reads it.
+
+    Without `column` it is "text", beside a column "label" that is not needed; without a header the first of two, or the only one.
+    """
+    from clearhead.data.corpora import expand_files, read_labelled
+    from clearhead.data.corpus_files import find_kind
+    from clearhead.data.filters import Policy
+
+    if name == "-" or (find_kind(Path(name)) == "text" and column is None):
+        return read_lines(name)
+    (path,) = expand_files(name)
+    if column is not None:
+        return _read_column(path, column)
+    try:
+        return [text for text, _ in read_labelled(path, policy=Policy(empty="keep"))]
+    except InputError as error:
+        try:  # a table of texts without labels
+            return _read_column(path, "text")
+        except InputError:
+            reason = str(error).partition("; name the columns")[0]
+            raise InputError(f"{reason}; name the column of the texts with --column") from None
+
+
+def _read_column(path: Path, column: str) -> list[str]:
+    from clearhead.data.corpus_files import read_rows
+    from clearhead.data.filters import Policy, TextFilter
+
+    text_filter = TextFilter(Policy(empty="keep"))
+    rows = read_rows(path, (column,), text_filter.findings)
+    kept = (text_filter.apply(values, "rows", [path], number) for number, values in rows)
+    return [row.values[0] for row in kept if row is not None]
 
 
 def _decode(raw: bytes, name: str) -> str:

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from clearhead.cli.arguments import Device, ModelName, Truncate, find_device, find_model, open_binary, read_lines
+from clearhead.cli.arguments import (
+    Column,
+    Device,
+    ModelName,
+    Truncate,
+    find_device,
+    find_model,
+    open_binary,
+    read_texts,
+)
 from clearhead.cli.console import track
 from clearhead.errors import CheckpointError, InputError, did_you_mean
 
@@ -28,11 +37,13 @@ def run(
         list[str],
         typer.Argument(
             metavar="FILE",
-            help="Files with one text a line, or for a model of pictures the pictures; - reads standard input.",
+            help="Files with one text a line, or tables of texts (.csv, .tsv, .jsonl), or for a model of pictures the pictures; "
+            "- reads standard input.",
         ),
     ],
     top: Annotated[int, typer.Option(min=1, help="Show this many classes for each, the likeliest first.")] = 1,
     batch: Annotated[int, typer.Option(min=1, help="Texts or pictures computed at once.")] = 32,
+    column: Column = None,
     truncate: Truncate = False,
     device: Device = "auto",
 ) -> None:
@@ -51,11 +62,13 @@ def run(
         )
     kind = find_problem_type(path, encoder.config.n_classes)
     if encoder.config.inputs == "patches":
+        if column is not None or truncate:
+            raise InputError(f"{model!r} classifies pictures; --column and --truncate are for texts; leave them out")
         batches = read_images(path, encoder, files, batch)
         count = len(files)
     else:
-        lines = [line for file in files for line in read_lines(file)]
-        batches = read_texts(path, encoder, lines, batch, truncate=truncate)
+        lines = [line for file in files for line in read_texts(file, column)]
+        batches = read_batches(path, encoder, lines, batch, truncate=truncate)
         count = len(lines)
     for names, inputs, mask in track(batches, "classifying", -(-count // batch), printing=True):
         with torch.no_grad():
@@ -90,7 +103,7 @@ def print_classes(names: list[str], logits: Tensor, model: Encoder, top: int, ki
         typer.echo("\t".join([*classes, name]))
 
 
-def read_texts(path: Path, model: Encoder, lines: list[str], batch: int, *, truncate: bool) -> Iterator[Batch]:
+def read_batches(path: Path, model: Encoder, lines: list[str], batch: int, *, truncate: bool) -> Iterator[Batch]:
     """Batches of token ids. Lines that are too long are refused before the first batch is computed."""
     from clearhead.data import load_tokenizer
     from clearhead.generation.embeddings import read

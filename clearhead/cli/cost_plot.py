@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clearhead.cli.arguments import check_folder
+from clearhead.cli.arguments import check_output
 from clearhead.cli.console import wide_console
 from clearhead.cli.cost_tables import Case, DeviceSpec
 from clearhead.errors import InputError, MissingExtraError
@@ -32,7 +32,7 @@ def plot_over_length(file: Path, case: Case, device: DeviceSpec, *, measured: bo
         raise MissingExtraError("--plot needs matplotlib; pip install 'clearhead[plot]'") from None
     if file.suffix not in (".png", ".svg", ".pdf"):
         raise InputError(f"--plot {str(file)!r} has no ending that says its kind; give a .png, .svg or .pdf")
-    check_folder("--plot", file)
+    check_output("--plot", file)
     if case.config.inputs == "patches":
         raise InputError("pictures have one length, so there is nothing to draw over it; use --measure alone")
     mpl.use("Agg")

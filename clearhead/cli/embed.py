@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from clearhead.cli.arguments import (
+    Column,
     Device,
     LineFile,
     ModelName,
     Truncate,
-    check_folder,
+    check_output,
     find_device,
     find_model,
-    read_lines,
+    read_texts,
 )
 from clearhead.cli.console import track
 from clearhead.errors import InputError
@@ -45,12 +46,13 @@ def run(
         ),
     ] = "model",
     tokens: Annotated[int, typer.Option(min=0, help="The most tokens computed at once; 0: what suits the device.")] = 0,
+    column: Column = None,
     truncate: Truncate = False,
     device: Device = "auto",
 ) -> None:
     """Turn each line of a file into a vector, in order: a row of numbers for each text."""
-    lines = read_lines(file)
-    check_folder("--out", out)
+    lines = read_texts(file, column)
+    check_output("--out", out)
     import torch
 
     from clearhead.checkpoint import load

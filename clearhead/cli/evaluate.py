@@ -30,7 +30,9 @@ def run(
     ] = None,
     source: Annotated[list[str] | None, typer.Option(help="For a translator: texts to translate, a line each.")] = None,
     target: Annotated[list[str] | None, typer.Option(help="For a translator: what they should become.")] = None,
-    beams: Annotated[int, typer.Option(min=1, help="For a translator: texts kept at each step.")] = 4,
+    beams: Annotated[
+        int | None, typer.Option(min=1, help="For a translator: texts kept at each step.  [default: 4]")
+    ] = None,
     length: Annotated[
         int | None, typer.Option(min=2, help="Tokens read at once. Without: as many as the model takes, up to 1,024.")
     ] = None,
@@ -56,7 +58,9 @@ def run(
         raise InputError(f"{model!r} translates; give --source and --target; got files={files or []}")
     if task != "translate" and not files:
         raise InputError(f"{model!r} is measured on files, and none was named; name them after the model")
-    recipe = evaluation_recipe(path, config, task, length=length, beams=beams, device=find_device(device))
+    if task != "translate" and beams is not None:
+        raise InputError(f"--beams {beams} is for a translator; {model!r} is measured as {task!r}; leave it out")
+    recipe = evaluation_recipe(path, config, task, length=length, beams=beams or 4, device=find_device(device))
     recipe = recipe.with_files(files=files or [], source=source or [], target=target or []).with_set(set_ or [])
     with Display() as display:
         row = evaluate_checkpoint(recipe, display)
@@ -74,7 +78,10 @@ def evaluation_recipe(path: Path, config: Config, task: str, *, length: int | No
     """A recipe that starts from the model at `path`, for its evaluation only."""
     from clearhead.training.recipe import Recipe
 
-    limit = min(length or 1024, config.max_len, *([config.max_source_len] if task == "translate" else []))
+    longest = min(config.max_len, config.max_source_len) if task == "translate" else config.max_len
+    if length is not None and length > longest:
+        raise InputError(f"--length {length} is more than the model reads at once; give {longest} or less")
+    limit = length or min(1024, longest)
     model: dict[str, Any] = {"from": str(path.absolute())}
     if task == "classify":
         model["labels"] = list(config.labels)

@@ -9,7 +9,16 @@ from typing import Annotated
 import typer
 
 from clearhead.cli.ablation_batches import AblationInput
-from clearhead.cli.arguments import Device, ModelName, Port, check_folder, find_device, find_model, load_model
+from clearhead.cli.arguments import (
+    Device,
+    ModelName,
+    Port,
+    check_output,
+    check_port,
+    find_device,
+    find_model,
+    load_model,
+)
 from clearhead.errors import InputError, MissingExtraError
 
 
@@ -77,7 +86,7 @@ def check_options(
 def write_page(path: Path, name: str, text: str, target: str | None, device: str, file: Path) -> None:
     from clearhead.explorer import export_page, tokenizer_of
 
-    check_folder("--export", file)
+    check_output("--export", file)
     model = load_model(path, device)
     page = export_page(model, tokenizer_of(path, model), text, target, name=name, path=path)
     file.write_text(page, encoding="utf-8")
@@ -94,6 +103,8 @@ def serve_page(path: Path, name: str, text: str, target: str | None, device: str
         raise MissingExtraError(
             f"the page needs {error.name}; install clearhead[serve], or write it with --export"
         ) from None
+
+    check_port("127.0.0.1", port)
 
     def ready(port: int) -> None:
         address = address_of(port, name, text, target)

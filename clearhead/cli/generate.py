@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from clearhead.generation import Engine, Grammar, Token
     from clearhead.models import Decoder
 
+DEFAULT_LIMIT = 128  # new tokens
+
 
 def run(
     model: ModelName,
@@ -39,8 +41,9 @@ def run(
     ] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", min=1, help="The most tokens to write.")
-    ] = 128,
+        int | None,
+        typer.Option("--max-new-tokens", "-n", min=1, help="The most tokens to write. Without: 128, or what fits."),
+    ] = None,
     min_new_tokens: Annotated[int, typer.Option(help="The fewest tokens to write.")] = 0,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; 1 draws as the model says.")] = 0.8,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that sum to this.")] = 0.95,
@@ -78,6 +81,8 @@ def run(
     """Continue a prompt; the text is shown while it is generated."""
     if chat and prompt != "-":
         raise InputError(f"--chat asks for your lines one by one; got the prompt {prompt!r:.40}; leave one of them out")
+    if system is not None and not chat:
+        raise InputError(f"--system {system!r:.40} is of a conversation, and this is none; add --chat, or leave it out")
     schema = None if json_schema is None else read_schema(json_schema)
     text = "" if chat else read_text(prompt)
     options: dict[str, Any] = dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
@@ -154,7 +159,10 @@ class TextWriter:
         from clearhead.generation.engines import make_engine
         from clearhead.generation.texts import StoppingStream, follow, make_request, stream_of
 
-        request = make_request(self.model, self.tokenizer, ids, grammar=self.grammar, **self.options)
+        asked = self.options["max_new_tokens"]
+        limit = asked or self._default_limit(len(ids))
+        options: dict[str, Any] = {**self.options, "max_new_tokens": limit}
+        request = make_request(self.model, self.tokenizer, ids, grammar=self.grammar, **options)
         if self._engine is None:
             # In a chat the engine keeps the conversation so far, so that only the new part is computed.
             self._engine = Engine(self.model, max_rows=1) if in_chat else make_engine(self.model, [request])
@@ -183,10 +191,25 @@ class TextWriter:
             elif tokens:
                 typer.echo(spell_total(tokens))
         sys.stdout.flush()
-        if self.grammar is not None and ticket.reason == "length":
-            n = self.options["max_new_tokens"]
-            typer.echo(f"clearhead: cut after {n} tokens, before the text was complete; raise -n", err=True)
+        if ticket.reason == "length":
+            self._explain_end(limit, asked=asked is not None)
         return written
+
+    def _default_limit(self, n_prompt: int) -> int:
+        """How many tokens to write if the user did not say: what fits after the prompt, or after half of a prompt that is cut."""
+        longest = self.model.config.max_len
+        room = longest - n_prompt
+        if room < 1 and self.options["truncate"] is not None:
+            room = longest // 2
+        return max(1, min(DEFAULT_LIMIT, room))
+
+    def _explain_end(self, limit: int, *, asked: bool) -> None:
+        """Say on standard error that a text was cut, where the user did not ask for so few tokens."""
+        if not asked and limit < DEFAULT_LIMIT:
+            full = f"where the model's max_len={self.model.config.max_len} is full"
+            typer.echo(f"clearhead: ended after {limit} tokens, {full}; a shorter prompt leaves more room", err=True)
+        elif self.grammar is not None:
+            typer.echo(f"clearhead: cut after {limit} tokens, before the text was complete; raise -n", err=True)
 
     def _print_token(self, token: Token, *, is_first: bool) -> None:
         if is_first:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from clearhead.cli.arguments import Device, Port, find_device, find_model
+from clearhead.cli.arguments import Device, Port, check_port, find_device, find_model
 from clearhead.errors import InputError, MissingExtraError
 
 
@@ -55,6 +55,7 @@ def run(
             f"--host {host} lets others in, and there are no keys; got neither --keys nor CLEARHEAD_API_KEYS; set one, "
             f"or listen on 127.0.0.1"
         )
+    check_port(host, port)
     named_models = read_names(models)
     options: dict[str, Any] = dict(device=find_device(device), quantize=quantize, max_tokens=max_tokens)
     workers = {

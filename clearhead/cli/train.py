@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,7 +39,8 @@ def run(
     out: Annotated[Path | None, typer.Option(help="The run's folder. Without: runs/TASK-1, -2 ...")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
     lora: Annotated[
-        str | None, typer.Option(metavar="rank=8[,alpha=16]", help="Learn only low-rank additions to the weights.")
+        list[str] | None,
+        typer.Option(metavar="rank=8[,alpha=16]", help="With --from: learn only low-rank additions to the weights."),
     ] = None,
     start: Annotated[
         str | None, typer.Option("--from", metavar="MODEL", help="Start from this model: fine-tune it.")
@@ -70,16 +72,25 @@ def run(
     if resume is not None:
         from clearhead.training.run_folder import read_run
 
-        if what or source or target:
-            raise InputError(f"--resume {resume} goes on with the data it began with; got {what}; leave them out")
+        refuse_changes(resume, what, {**files, "from": start, "out": out})
         recipe, out = read_run(resume), resume
     else:
-        recipe = with_start(new_recipe(what, files), start, what, lora=lora is not None)
+        recipe = with_start(new_recipe(what, files), start, what, lora=bool(lora))
     recipe = recipe.with_set(settings)
     if show_recipe:
         typer.echo(recipe.to_toml(), nl=False)
         return
     train_and_show(recipe, out, resume=resume is not None)
+
+
+def refuse_changes(run: Path, what: list[str] | None, options: Mapping[str, object]) -> None:
+    """Refuse what a run that is resumed can not change: its data, its start and its folder."""
+    given = [*(what or []), *(f"--{name.replace('_', '-')}" for name, value in options.items() if value)]
+    if given:
+        raise InputError(
+            f"--resume {run} goes on with the data it began with, in the same folder; got {' '.join(given):.80}; leave that out, "
+            f"or start a new run"
+        )
 
 
 def new_recipe(what: list[str] | None, files: dict[str, list[str] | None]) -> Recipe:
@@ -119,15 +130,17 @@ def with_start(recipe: Recipe, start: str | None, what: list[str] | None, *, lor
     return replace(recipe, model={"from": str(find_model(start).absolute()), **kept}, train=train)
 
 
-def read_lora(text: str) -> list[str]:
-    """The settings that --lora rank=8,alpha=16 stands for."""
-    settings: list[str] = []
-    for pair in text.split(","):
+def read_lora(texts: list[str]) -> list[str]:
+    """The settings that --lora rank=8,alpha=16 stands for; it may also be given once for each."""
+    found: dict[str, str] = {}
+    for pair in ",".join(texts).split(","):
         name, equals, value = pair.partition("=")
-        if name not in ("rank", "alpha") or not equals:
-            raise ConfigError(f"--lora {text!r} is not understood; write rank=8, or rank=8,alpha=16")
-        settings.append(f"train.lora_{name}={value}")
-    return settings
+        if name not in ("rank", "alpha") or not equals or name in found:
+            raise ConfigError(f"--lora {','.join(texts)!r} is not understood; write rank=8, or rank=8,alpha=16")
+        found[name] = value
+    if found.get("rank", "0").strip() == "0":
+        raise ConfigError(f"--lora {','.join(texts)!r} has no rank, and would train all weights; write rank=8,alpha=16")
+    return [f"train.lora_{name}={value}" for name, value in found.items()]
 
 
 def train_and_show(recipe: Recipe, out: Path | None, *, resume: bool = False) -> dict[str, float]:

@@ -15,7 +15,7 @@ from clearhead.cli.arguments import (
     LineFile,
     ModelName,
     Quantize,
-    check_folder,
+    check_output,
     find_device,
     find_model,
     load_model,
@@ -101,7 +101,7 @@ def check_options(beams: int, n_best: int | None, trace: Path | None) -> None:
         raise InputError(
             f"a search finds as many texts as it has beams; got --n-best {n_best}, --beams {beams}; change one"
         )
-    check_folder("--trace", trace)
+    check_output("--trace", trace)
 
 
 def load_translator(

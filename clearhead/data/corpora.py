@@ -9,18 +9,20 @@ from __future__ import annotations
 import glob
 import io
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from clearhead.data.corpus_files import find_kind, read_lines, read_rows
+from clearhead.data.corpus_files import Rows, find_kind, read_lines, read_rows
 from clearhead.data.filters import Findings, Policy, TextFilter, TextRow
 from clearhead.errors import InputError, did_you_mean
 
 Documents = Literal["file", "line", "paragraph"]
 Names = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
+_SAMPLED_ROWS = 10_000  # of a table with labels, to see whether its first row is a header
 MAX_PART = 2**16  # characters of a document in one part; several parts are tokenised in parallel
 _TEXT = {".txt", ".text", ".md", ".jsonl", ".csv", ".tsv", ".parquet"}  # the files that a folder is searched for
 _IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
@@ -190,7 +192,30 @@ def read_pair_rows(
 
 def read_labelled_rows(files: Names, columns: tuple[str, str], text_filter: TextFilter) -> Iterator[TextRow]:
     """`read_labelled`, with the file and line of each row."""
-    return _read_table(expand_files(files), columns, text_filter)
+    for path in expand_files(files):
+        rows = read_rows(path, columns, text_filter.findings)
+        if find_kind(path) in ("csv", "tsv"):
+            rows = _refuse_header(rows, path, columns)
+        yield from _filter_rows(rows, path, text_filter)
+
+
+def _refuse_header(rows: Rows, path: Path, columns: tuple[str, str]) -> Rows:
+    """The rows. A first row that was not taken for a header is refused if it seems to be one, since it would become a class.
+
+    It seems to be one if its label is on no other row, while most other rows share their label with another.
+    """
+    sample = list(islice(rows, _SAMPLED_ROWS))
+    if len(sample) > 1 and sample[0][0] == 1:
+        (_, names), counts = sample[0], Counter(values[1] for _, values in sample[1:])
+        shared = sum(count for count in counts.values() if count > 1)
+        if names[1] not in counts and 2 * shared > len(sample) - 1:
+            raise InputError(
+                f"{path}:1 seems to be a header and would become a class: no other row has the label {names[1]!r:.40}, and no "
+                f"column is named {' or '.join(columns)}; got {names[0]!r:.40}, {names[1]!r:.40}; name the columns with "
+                f"--set \"data.columns=['TEXT', 'LABEL']\", or write {','.join(columns)} into the first line"
+            )
+    yield from sample
+    yield from rows
 
 
 def _read_parallel(source: Path, target: Path, text_filter: TextFilter) -> Iterator[TextRow]:
@@ -226,11 +251,15 @@ def _read_parallel(source: Path, target: Path, text_filter: TextFilter) -> Itera
 
 def _read_table(files: Sequence[Path], columns: Sequence[str], text_filter: TextFilter) -> Iterator[TextRow]:
     for path in files:
-        for number, values in read_rows(path, columns, text_filter.findings):
-            text_filter.findings.read["rows"] += 1
-            row = text_filter.apply(values, "rows", [path] * len(values), number)
-            if row is not None:
-                yield row
+        yield from _filter_rows(read_rows(path, columns, text_filter.findings), path, text_filter)
+
+
+def _filter_rows(rows: Rows, path: Path, text_filter: TextFilter) -> Iterator[TextRow]:
+    for number, values in rows:
+        text_filter.findings.read["rows"] += 1
+        row = text_filter.apply(values, "rows", [path] * len(values), number)
+        if row is not None:
+            yield row
 
 
 def find_images(folder: str | os.PathLike[str], findings: Findings | None = None) -> list[tuple[Path, str]]:

@@ -21,6 +21,7 @@ from clearhead.errors import InputError, MissingExtraError, did_you_mean
 
 Rows = Iterator[tuple[int, list[str]]]  # the number of the line or row, counted from 1, and the chosen columns
 _MAX_FIELD = 2**26  # characters: where a quote is never closed, the rest of the file would be one field
+_SAMPLED_LINES = 64  # of a csv file, to find what separates its fields
 
 
 def read_lines(path: Path, findings: Findings, limit: int = -1) -> Iterator[str]:
@@ -88,7 +89,8 @@ def _read_tsv(path: Path, columns: Sequence[str], findings: Findings) -> Rows:
 def _read_csv(path: Path, columns: Sequence[str], findings: Findings) -> Rows:
     def rows() -> Rows:
         csv.field_size_limit(_MAX_FIELD)  # csv has one limit for all its readers; the default is 131,072
-        reader, number = csv.reader(read_lines(path, findings), strict=True), 1
+        reader = csv.reader(read_lines(path, findings), strict=True, delimiter=_find_delimiter(path, columns))
+        number = 1
         try:
             for row in reader:
                 yield number, row or [""]
@@ -99,6 +101,40 @@ def _read_csv(path: Path, columns: Sequence[str], findings: Findings) -> Rows:
     return _pick(rows(), columns, path)
 
 
+def _find_delimiter(path: Path, columns: Sequence[str]) -> str:
+    """What separates a csv file's fields, by its first rows: a comma, or the semicolon that many spreadsheets write.
+
+    Without a header, rows of two fields can be read in both ways: then all of the first rows must agree on one.
+    """
+    lines = list(itertools.islice(read_lines(path, Findings()), _SAMPLED_LINES))
+    comma, semicolon = _split_sample(lines, ","), _split_sample(lines, ";")
+    if not semicolon or len(semicolon[0]) == 1:
+        return ","
+    first = comma[0] if comma else [""]
+    if set(columns) & set(semicolon[0]) or set(columns) & set(first):
+        return ";" if not set(columns) & set(first) else ","
+    if len(columns) == 1 or len(semicolon[0]) != len(columns) or len(first) != len(columns):
+        return ";" if len(first) == 1 < len(columns) else ","
+    even = [mark for mark, rows in ((",", comma), (";", semicolon)) if len({len(row) for row in rows if row}) == 1]
+    if len(even) != 1:
+        raise InputError(
+            f"{path}:1 can be split at its comma or at its semicolon, and the rows after it do not decide: {lines[0]!r:.60}; "
+            f"write the column names into a first line, such as {','.join(columns)} or {';'.join(columns)}"
+        )
+    return even[0]
+
+
+def _split_sample(lines: list[str], delimiter: str) -> list[list[str]]:
+    """The rows of the first lines; the last may be cut in the middle, and what is no csv ends the sample."""
+    rows: list[list[str]] = []
+    try:
+        for row in csv.reader(lines, strict=True, delimiter=delimiter):
+            rows.append(row)
+    except csv.Error:
+        pass
+    return rows
+
+
 def _pick(rows: Rows, columns: Sequence[str], path: Path) -> Rows:
     """The wanted columns, by name if the first row is a header; without a header, all columns in their order."""
     first = next(rows, None)
@@ -106,7 +142,8 @@ def _pick(rows: Rows, columns: Sequence[str], path: Path) -> Rows:
         return
     number, names = first
     width, places = len(names), list(range(len(columns)))
-    if set(columns) & set(names) or width != len(columns):
+    # "Text,Label" is a header too: refused below with the names that it has.
+    if {name.lower() for name in columns} & {name.strip().lower() for name in names} or width != len(columns):
         _need(columns, names, f"{path}:{number}")
         places = [names.index(name) for name in columns]
     else:
@@ -179,9 +216,14 @@ def _need(columns: Sequence[str], found: Sequence[str], place: str) -> None:
     for name in columns:
         if name not in found:
             raise InputError(
-                f"{place} has no column {name!r}, only {', '.join(map(repr, found)):.200}; name the columns to use, "
+                f"{place} has no column {name!r}, only {', '.join(map(repr, found)):.200}; name the columns to use: "
+                f'--set "data.columns={_spell_names(columns)}" with their names in this file; '
                 + did_you_mean(name, [each[:40] for each in found])
             )
+
+
+def _spell_names(names: Sequence[str]) -> str:
+    return "[" + ", ".join(f"'{name}'" for name in names) + "]"
 
 
 def _as_text(value: Any, place: str) -> str:

@@ -3,7 +3,7 @@
 loop.py            train: the loop, from top to bottom
 trainer.py         a run's model, loss, optimizers and step
 train_step.py      the two halves of a step, forward and backward pass and update, as CUDA graphs on a GPU
-recipe.py          the recipe: TOML, checked; recipes/ holds the shipped ones
+recipe.py          the recipe: TOML, checked (recipe_checks.py); recipes/ holds the shipped ones
 tasks/             language modelling, masked language modelling, translation, classification
 initialization.py  the model at the start, built or loaded
 lora.py            LoRA, and the whole model at the end

@@ -204,8 +204,14 @@ def should_stop(interrupts: Interrupts, processes: Processes, state: State, t: T
 def choose_weights(trainer: Trainer, checkpoints: Checkpoints, state: State, show: Callbacks) -> None:
     """Load the weights of the result: the mean of the last checkpoints, the best, or the last."""
     t = trainer.options
+    if is_out_of_patience(state, t) and state.step < t.steps:
+        show.note(
+            f"stopped at step {state.step:,} of {t.steps:,}: no better for {t.patience} evaluation{'s' * (t.patience > 1)} "
+            f"(train.patience)"
+        )
     if t.average and (n := checkpoints.average(t.average, trainer.weights)):
-        show.note(f"the result is the mean of the last {n} checkpoints")
+        mean = f"the mean of the last {n} checkpoints" if n > 1 else "the last checkpoint, the only one to average"
+        show.note(f"the result is {mean}")
     elif t.keep == "best" and state.best_step not in (0, state.step):
         best = checkpoints.at(state.best_step)
         if checkpoints.check(best) is None:

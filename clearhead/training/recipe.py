@@ -22,6 +22,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from clearhead.config import Config
 from clearhead.errors import ConfigError, InputError, did_you_mean
+from clearhead.families import preset, presets
+from clearhead.training.recipe_checks import check_files, check_lora, check_preset, check_values
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -29,6 +31,7 @@ else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 TASKS = ("language", "translate", "mask", "classify")
+TOKENIZER = ("data.tokenizer", "data.vocab_size", "data.split_digits")  # they describe a tokenizer that is trained
 SHIPPED = Path(__file__).parent / "recipes"
 
 
@@ -120,8 +123,10 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.task not in TASKS:
             raise ConfigError(f"there is no task {self.task!r}; {did_you_mean(str(self.task), TASKS)}")
-        _check_model(self.model)
-        _check_values(self)
+        _check_model(self.task, self.model)
+        check_values(self)
+        check_files(self)
+        check_lora(self)
 
     @classmethod
     def read(cls, text: str, *, name: str = "the recipe") -> Recipe:
@@ -159,8 +164,11 @@ class Recipe:
         return "\n".join(lines) + "\n"
 
     def with_set(self, settings: Iterable[str]) -> Recipe:
-        """The recipe with fields replaced: "train.steps=500", "model.n_layers=4", "data.files=['a.txt']"."""
-        tables = self.tables()
+        """The recipe with fields replaced: "train.steps=500", "model.n_layers=4", "data.files=['a.txt']".
+
+        "model.preset=gpt2" replaces the whole [model] table; other fields of the model set beside it are changes to the preset.
+        """
+        tables, model, given = self.tables(), dict[str, Any](), list[str]()
         for setting in settings:
             path, equals, value = setting.partition("=")
             part, dot, name = path.strip().partition(".")
@@ -174,7 +182,14 @@ class Recipe:
                 raise ConfigError(
                     f"a recipe has no field {part}.{name}; {did_you_mean(f'{part}.{name}', elsewhere or everywhere)}"
                 )
-            tables[part][name] = _value(value.strip())
+            (model if part == "model" else tables[part])[name] = _value(value.strip())
+            given.append(f"{part}.{name}")
+        tables["model"] = _set_model(self.task, tables["model"], model)
+        if "from" in tables["model"] and (ignored := [name for name in given if name in TOKENIZER]):
+            raise ConfigError(
+                f"{ignored[0]} is of a tokenizer to be trained, but a model that is started from keeps its own; got "
+                f"model.from={tables['model']['from']!r}; leave {ignored[0]} or model.from out"
+            )
         return Recipe.from_tables(tables)
 
     def with_files(self, **files: Iterable[str]) -> Recipe:
@@ -208,7 +223,23 @@ def _model_names() -> list[str]:
     return ["preset", "from", *_names(Config)]
 
 
-def _check_model(model: Mapping[str, Any]) -> None:
+def _set_model(task: str, old: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The [model] table with fields replaced. A preset replaces all of it but `from`, with which it is refused.
+
+    A translator whose two stacks are of equal depth keeps them so.
+    """
+    if "preset" in given:
+        old = {name: value for name, value in old.items() if name == "from"}
+    new = {**old, **given}
+    if task == "translate" and "n_layers" in given and "n_decoder_layers" not in given and "from" not in new:
+        start = asdict(preset(new["preset"])) if "preset" in new else {}
+        n_layers, n_decoder_layers = ({**start, **old}.get(name, 0) for name in ("n_layers", "n_decoder_layers"))
+        if n_decoder_layers == n_layers:
+            new["n_decoder_layers"] = given["n_layers"]
+    return new
+
+
+def _check_model(task: str, model: Mapping[str, Any]) -> None:
     for name in model:
         if name not in _model_names():
             raise ConfigError(f"a recipe has no field model.{name}; {did_you_mean(name, _model_names())}")
@@ -216,6 +247,8 @@ def _check_model(model: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"model.preset={model['preset']!r} and model.from={model['from']!r} both say where to start; leave one out"
         )
+    if model.get("preset") in presets():  # an unknown one is refused when its config is made
+        check_preset(task, preset(model["preset"]))
 
 
 def _make(kind: type, part: str, values: Any) -> Any:
@@ -257,45 +290,6 @@ def _is(value: Any, kind: type) -> bool:
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     return type(value) is kind
-
-
-def _check_values(recipe: Recipe) -> None:
-    data, train = recipe.data, recipe.train
-    least = {
-        "train": dict(
-            steps=1, batch_tokens=1, accumulate=1, warmup=0, average=0, patience=0, lora_rank=0, log_every=1, seed=0
-        )
-        | dict(evaluate_every=1, checkpoint_every=1, samples=0, score_rows=0, beams=1, evaluate_rows=0),
-        "data": dict(vocab_size=1, length=2, shift=0),
-    }
-    for part, table in (("train", train), ("data", data)):
-        for name, low in least[part].items():
-            if getattr(table, name) < low:
-                raise ConfigError(f"{part}.{name}={getattr(table, name)} is too small; nearest valid: {low}")
-    shares = {
-        "train.label_smoothing": train.label_smoothing,
-        "data.valid_share": data.valid_share,
-        "data.leave_out": data.leave_out,
-    }
-    shares |= {"train.min_lr": train.min_lr, "train.decay": train.decay, "train.mask_share": train.mask_share}
-    shares |= {"train.momentum": train.momentum, "train.betas[0]": train.betas[0], "train.betas[1]": train.betas[1]}
-    for name, value in shares.items():
-        if not 0 <= value < 1:
-            raise ConfigError(f"{name}={value} is no share; give a number from 0 up to, but not, 1")
-    for name in ("lr", "muon_lr", "weight_decay", "clip", "lora_alpha"):
-        if not 0 <= getattr(train, name) < float("inf"):
-            raise ConfigError(
-                f"train.{name}={getattr(train, name)} is below 0 or no number; {getattr(Train, name)} is usual"
-            )
-    if train.lr == 0 and train.schedule != "noam":
-        raise ConfigError(
-            f"train.lr=0 is for schedule='noam'; got schedule={train.schedule!r}; give a rate such as 0.001"
-        )
-    if train.best in ("bleu", "chrf", "exact") and (recipe.task != "translate" or not train.score_rows):
-        raise ConfigError(
-            f"train.best={train.best!r} is measured by task='translate' with score_rows above 0; got task={recipe.task!r}, "
-            f"score_rows={train.score_rows}; choose loss or accuracy"
-        )
 
 
 def _value(text: str) -> Any:

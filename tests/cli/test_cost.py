@@ -145,6 +145,7 @@ def test_geometry() -> None:
         (["gpt2", "--measure", "--device", "cpu", "--shards", "2"], "--measure runs one device; got --shards 2"),
         (["gpt2", "--plot", "picture"], "has no ending that says its kind"),
         (["gpt2", "--plot", "no/such/picture.png"], "there is no folder 'no/such'"),
+        (["gpt2", "--plot", "/proc/picture.png"], "--plot '/proc/picture.png' can not be written"),
         (["vit-b-16", "--plot", "picture.png"], "pictures have one length"),
     ],
 )

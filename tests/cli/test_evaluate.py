@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import clearhead as ch
 from clearhead.cli import app
-from clearhead.errors import InputError
+from clearhead.errors import ConfigError, InputError
 
 TEXT = "the cat sat on the mat and one two three dogs ran\nfour five six\n"
 
@@ -113,3 +113,9 @@ def test_refusals(tmp_path: Path) -> None:
     make(tmp_path / "b", "bert-base", pooler=False)
     with pytest.raises(InputError, match=r"ends in states, with nothing to measure"):
         measure(tmp_path / "b", "x.txt")
+    with pytest.raises(InputError, match=r"--beams 3 is for a translator; .* is measured as 'language'; leave it out"):
+        measure(tmp_path / "g", "x.txt", "--beams", 3)
+    with pytest.raises(InputError, match=r"--length 99999 is more than the model reads at once; give 61 or less"):
+        measure(tmp_path / "g", "x.txt", "--length", 99999)
+    with pytest.raises(ConfigError, match=r"the task 'language' does not read data.source"):
+        measure(tmp_path / "g", "x.txt", "--source", "x.txt")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import socket
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from clearhead.cli import app
-from clearhead.errors import ClearheadError
+from clearhead.errors import ClearheadError, InputError
 
 from .test_explore_tables import make
 
@@ -69,6 +70,8 @@ def test_a_page_is_written(folders: dict[str, Path], tmp_path: Path) -> None:
         (["nothing.*", "--sites"], "no site matches 'nothing.*'"),
         (["--ablate"], "needs a text"),
         (["the cat", "--ablate", "--heads", "decoder.*"], "no attention matches 'decoder.*'"),
+        (["the cat", "--export", "."], "--export '.' can not be written (Is a directory); name another file"),
+        (["the cat", "--export", "/proc/page.html"], "--export '/proc/page.html' can not be written"),
         (["the cat", "--export", "no/such/folder/page.html"], "there is no folder 'no/such/folder'"),
     ],
 )
@@ -77,3 +80,14 @@ def test_refusals(folders: dict[str, Path], words: list[str], message: str) -> N
     assert found.exit_code == 1
     assert isinstance(found.exception, ClearheadError)  # which `main` prints as one line
     assert message in str(found.exception)
+
+
+def test_a_port_in_use_is_one_line(folders: dict[str, Path]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for words in (["explore", folders["gpt"], "--no-open"], ["serve", folders["gpt"]]):
+            found = CliRunner().invoke(app, [*map(str, words), "--port", str(port)])
+            assert isinstance(found.exception, InputError)
+            assert f"port {port} of 127.0.0.1 can not be listened on (Address already in use)" in str(found.exception)

@@ -67,6 +67,22 @@ def test_a_prompt_that_is_too_long(tmp_path: Path) -> None:
     assert text == f"{long}{tokenizer.decode(wanted)}\n"
 
 
+def test_by_default_the_text_fits_the_model(tmp_path: Path) -> None:
+    """The model's 61 tokens are less than the 128 that are written by default."""
+    model, tokenizer = make(tmp_path, "gpt2")
+    ids = tokenizer.encode("the cat")
+    wanted = tokenizer.decode(ch.generate(model, [ids], max_new_tokens=61 - len(ids))[0])
+    text = run("generate", str(tmp_path), "the cat", "--temperature", "0")
+    assert text.startswith(f"the cat{wanted}\n")
+    assert f"ended after {61 - len(ids)} tokens, where the model's max_len=61 is full" in text
+    long = "the cat " * 40
+    with pytest.raises(InputError, match=r"has \d+ tokens, but .*truncate left"):
+        run("generate", str(tmp_path), long)
+    cut = ch.generate(model, [tokenizer.encode(long)[-31:]], max_new_tokens=30)[0]
+    text = run("generate", str(tmp_path), long, "--temperature", "0", "--truncate", "left")
+    assert text.startswith(f"{long}{tokenizer.decode(cut)}\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -83,6 +99,7 @@ def test_a_prompt_that_is_too_long(tmp_path: Path) -> None:
         ),
         (["x", "--min-new-tokens", "-1"], "min_new_tokens must be 0 or more"),
         (["x", "--chat"], "--chat asks for your lines one by one"),
+        (["x", "--system", "be kind"], "--system 'be kind' is of a conversation, and this is none; add --chat"),
     ],
 )
 def test_generate_refusals(tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -261,6 +278,7 @@ def test_many_lines_stay_in_order(tmp_path: Path) -> None:
     [
         (["--trace", "t.json", "--beams", "1"], "--trace is of a search"),
         (["--trace", "gone/t.json"], "there is no folder 'gone'"),
+        (["--trace", "."], "--trace '.' can not be written"),
         (["--n-best", "5"], "got --n-best 5, --beams 4"),
         (["--max-new-tokens", "99"], "--max-new-tokens 99 is more than the model's max_len=61"),
     ],
@@ -269,6 +287,32 @@ def test_translate_refusals(tmp_path: Path, arguments: list[str], message: str) 
     make(tmp_path, "transformer-base")
     with pytest.raises(InputError, match=message):
         run("translate", str(tmp_path), *arguments, stdin="the\n")
+
+
+def test_a_sentence_is_no_file(tmp_path: Path) -> None:
+    make(tmp_path, "transformer-base")
+    with pytest.raises(
+        InputError, match=r"'A man walks.' can not be read .*give a text through a pipe: echo 'TEXT' \|"
+    ):
+        run("translate", str(tmp_path), "A man walks.")
+
+
+def test_a_mistyped_path_does_not_go_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def download(name: str) -> Path:
+        asked.append(name)
+        return tmp_path / "runs" / "dates-1"
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("clearhead.checkpoint.hub.download", download)
+    make(tmp_path / "runs" / "dates-1", "gpt2")
+    with pytest.raises(InputError, match=r"there is nothing at 'runs/date-1'; did you mean 'runs/dates-1'\?"):
+        run("generate", "runs/date-1", "the")
+    assert asked == []
+    run("generate", "hf:owner/name", "the", "-n", "2")
+    run("generate", "owner/name", "the", "-n", "2")
+    assert asked == ["owner/name"] * 2
 
 
 @pytest.mark.parametrize(("command", "preset"), [("generate", "transformer-base"), ("translate", "gpt2")])

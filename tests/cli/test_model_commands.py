@@ -179,6 +179,30 @@ def test_classify_follows_the_problem_type(classifier: Path, texts: Path, tmp_pa
     assert "problem_type='multi_label' is not known" in refusal("classify", folder, texts)
 
 
+def test_classify_and_embed_read_the_texts_of_a_table(
+    classifier: Path, embedder: Path, texts: Path, tmp_path: Path
+) -> None:
+    """As `evaluate` reads it: a label is not fed to the model."""
+    plain, vectors = lines_of("classify", classifier, texts), lines_of("embed", embedder, texts, "--truncate")
+    rows = [(line, "calm" if i % 2 else "sad") for i, line in enumerate(LINES)]
+    tables = {
+        "a.tsv": "".join(f"{text}\t{label}\n" for text, label in rows),
+        "b.csv": "label,text\n" + "".join(f'{label},"{text}"\n' for text, label in rows),
+        "c.csv": "id;text\n" + "".join(f"7;{text}\n" for text, _ in rows),
+        "d.jsonl": "".join(json.dumps({"text": text}) + "\n" for text, _ in rows),
+        "e.tsv": "".join(f"{text}\n" for text, _ in rows),
+    }
+    for name, content in tables.items():
+        (tmp_path / name).write_text(content)
+        assert lines_of("classify", classifier, tmp_path / name) == plain, name
+        assert lines_of("embed", embedder, tmp_path / name, "--truncate") == vectors, name
+    (tmp_path / "f.csv").write_text("review,sentiment\n" + "".join(f'"{text}",{label}\n' for text, label in rows))
+    assert lines_of("classify", classifier, tmp_path / "f.csv", "--column", "review") == plain
+    assert "f.csv:1 seems to be a header" in (said := refusal("classify", classifier, tmp_path / "f.csv"))
+    assert said.endswith("name the column of the texts with --column")
+    assert "has no column 'reviw'" in refusal("classify", classifier, tmp_path / "f.csv", "--column", "reviw")
+
+
 def test_classify_images(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image", reason="pictures need Pillow, which is not installed")
     config = ViTConfig(**{**SIZES, "image_size": 12, "patch_size": 4}, id2label={0: "cat", 1: "dog"}, num_labels=2)

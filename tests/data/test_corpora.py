@@ -176,6 +176,42 @@ def save_table(path: Path, kind: str, rows: list[tuple[str, str]], names: tuple[
     return path
 
 
+LABELLED = "".join(f"text {i},{'pos' if i % 3 else 'neg'}\n" for i in range(7))
+
+
+@pytest.mark.parametrize("header", ["review,sentiment", "Text,Label", "a,b"])
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_a_header_with_other_names_is_no_class(header: str, kind: str, tmp_path: Path) -> None:
+    rows = f"{header}\n{LABELLED}"
+    file = write(tmp_path / f"a.{kind}", rows.replace(",", "\t") if kind == "tsv" else rows)
+    with pytest.raises(InputError, match=rf"a.{kind}:1 (seems to be a header|has no column).*data.columns=") as caught:
+        list(read_labelled(file))
+    assert header.split(",")[1] in str(caught.value)
+    first, second = header.split(",")
+    assert len(list(read_labelled(file, columns=(first, second)))) == 7
+
+
+def test_a_first_row_is_no_header_if_its_label_or_no_label_comes_again(tmp_path: Path) -> None:
+    assert len(list(read_labelled(write(tmp_path / "a.csv", LABELLED)))) == 7
+    numbers = "".join(f"text {i},{i / 7:.3f}\n" for i in range(11))
+    assert len(list(read_labelled(write(tmp_path / "b.csv", numbers)))) == 11
+
+
+@pytest.mark.parametrize("header", ["", "text;label\n", '"text";"label"\n', "id;label;text\n"])
+def test_semicolons_separate_a_csv_file_too(header: str, tmp_path: Path) -> None:
+    rows = [("good, really", "1"), ("bad", "0"), ("good", "1")]
+    lines = [f'"{text}";{label}\n' if "id" not in header else f"7;{label};{text}\n" for text, label in rows]
+    assert list(read_labelled(write(tmp_path / "a.csv", header + "".join(lines)))) == rows
+
+
+def test_a_semicolon_within_a_text_separates_nothing(tmp_path: Path) -> None:
+    assert list(read_labelled(write(tmp_path / "a.csv", "text,label\nso; so,1\n"))) == [("so; so", "1")]
+    assert list(read_labelled(write(tmp_path / "b.csv", "so; so,1\nyes,0\n"))) == [("so; so", "1"), ("yes", "0")]
+    assert documents(write(tmp_path / "c.csv", "one; two\nthree\n")) == ["one; two", "three"]
+    with pytest.raises(InputError, match=r"d.csv:1 can be split at its comma or at its semicolon.*text,label"):
+        list(read_labelled(write(tmp_path / "d.csv", "so; so,1\n")))
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "csv", "parquet", "folder"])
 def test_tables(tmp_path: Path, kind: str) -> None:
     file = save_table(tmp_path / f"a.{kind}", kind, ROWS)

@@ -236,7 +236,7 @@ def test_a_preset_says_how_many_tokens_a_picture_is(tmp_path: Path):
         ({"inputs": "patches"}, 16),
     ):
         recipe = picture_task(tmp_path).recipe
-        task = make(replace(recipe, model=model), tmp_path)
+        task = make(replace(recipe, model=model, train=replace(recipe.train, batch_tokens=197)), tmp_path)
         assert task.length == (224 // side) ** 2 + 1
         assert task.tokens(np.arange(3)) == 3 * task.length
 

@@ -121,7 +121,7 @@ def test_mask_and_then_classify_from_it(clearhead: Clearhead, tmp_path: Path) ->
 def test_translate(clearhead: Clearhead, tmp_path: Path) -> None:
     write_pairs(tmp_path)
     ran = clearhead("train", "translate", "--source", "a.source", "--target", "a.target", "--out", "x")
-    assert_trained(ran, Path("x"), "BLEU", "chrF", "exact match", "padding", "encoder-decoder, 1+")
+    assert_trained(ran, Path("x"), "BLEU", "chrF", "exact match", "padding", "encoder-decoder, 1+1 layers")
     assert " -> " in ran.out
     held = ["--valid-source", "a.source", "--valid-target", "a.target"]
     ran = clearhead("train", "translate", "--source", "a.source", "--target", "a.target", "--out", "y", *held)
@@ -142,6 +142,12 @@ def test_classify_pictures(clearhead: Clearhead, tmp_path: Path) -> None:
     assert ch.load("x").config.inputs == "patches"
 
 
+def test_a_batch_holds_a_picture(clearhead: Clearhead, tmp_path: Path) -> None:
+    folder, small = write_pictures(tmp_path), ["--set=model.image_size=8", "--set=model.patch_size=4"]
+    ran = clearhead("train", "classify", folder, *small, "--set=train.batch_tokens=3", tiny=False)
+    assert "train.batch_tokens=3 is less than one picture of 5 tokens; raise it to 5 or more" in ran.err
+
+
 def test_lora_from_a_model(clearhead: Clearhead, tmp_path: Path) -> None:
     write_text(tmp_path)
     clearhead("train", "language", "a.txt", "--out", "base")
@@ -159,6 +165,9 @@ def test_lora_from_a_model(clearhead: Clearhead, tmp_path: Path) -> None:
     arguments = ("train", "language", "a.txt", "--from", "base", "--lora", "rank=4,alpha=8", "--out", "x")
     recipe = assert_trained(clearhead(*arguments, *settings, tiny=False), Path("x"), "LoRA: ", "of them learn")
     assert (recipe.train.lora_rank, recipe.train.lora_alpha) == (4, 8.0)
+    repeated = ("--lora", "rank=4", "--lora", "alpha=8", "--show-recipe")
+    ran = clearhead("train", "language", "a.txt", "--from", "base", *repeated, tiny=False)
+    assert (Recipe.read(ran.out).train.lora_rank, Recipe.read(ran.out).train.lora_alpha) == (4, 8.0)
     ran = clearhead("train", "language", "a.txt", "--lora", "rnk=4", tiny=False)
     assert ran == (1, "", "clearhead: --lora 'rnk=4' is not understood; write rank=8, or rank=8,alpha=16\n")
     ran = clearhead("train", "language", "a.txt", "--from", "nowhere", tiny=False)
@@ -205,6 +214,35 @@ def test_show_recipe(clearhead: Clearhead, tmp_path: Path) -> None:
         (["classify", "a.txt"], "a.txt"),
         (["--resume", "nowhere"], "nowhere holds no run: there is no recipe.toml"),
         (["language", "--resume", "x"], "--resume x goes on with the data it began with"),
+        (
+            ["--resume", "x", "--from", "y"],
+            "--resume x goes on with the data it began with, in the same folder; got --from;",
+        ),
+        (["--resume", "x", "--valid", "a.txt"], "got --valid; leave that out, or start a new run"),
+        (["--resume", "x", "--valid-source", "a.txt"], "got --valid-source; leave that out"),
+        (["--resume", "x", "--out", "y"], "got --out; leave that out"),
+        (["language", "a.txt", "--source", "a.txt"], "the task 'language' does not read data.source"),
+        (["language", "a.txt", "--valid-source", "a.txt"], "--valid-source is for translate"),
+        (["translate", "--source", "a.txt", "--target", "a.txt", "--valid", "a.txt"], "does not read data.valid;"),
+        (["translate", "a.txt", "--source", "a.txt", "--target", "a.txt"], "does not read data.files;"),
+        (["translate", "--source", "a", "--target", "b", "--valid-target", "c"], "held-out targets have no sources"),
+        (["language", "a.txt", "--lora", "alpha=3"], "--lora 'alpha=3' has no rank, and would train all weights"),
+        (["language", "a.txt", "--lora", "rank=0"], "--lora 'rank=0' has no rank, and would train all weights"),
+        (["language", "a.txt", "--lora", "rank=8", "--lora", "rank=9"], "--lora 'rank=8,rank=9' is not understood"),
+        (
+            ["language", "a.txt", "--lora", "rank=8"],
+            "got train.lora_rank=8 without model.from; name a model with --from",
+        ),
+        (["language", "a.txt", "-s", "train.lora_alpha=3"], "train.lora_alpha=3.0 has no effect without LoRA"),
+        (["language", "a.txt", "-s", "train.batch_tokens=3"], "less than one window of data.length=256 tokens"),
+        (
+            ["language", "a.txt", "--from", ".", "-s", "data.tokenizer=chars"],
+            "data.tokenizer is of a tokenizer to be trained",
+        ),
+        (
+            ["language", "a.txt", "--from", ".", "-s", "data.vocab_size=99"],
+            "data.vocab_size is of a tokenizer to be trained",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -299,10 +299,19 @@ def test_early_stopping(tmp_path: Path) -> None:
     assert (result.step, result.is_complete) == (8, True)
     assert [row["step"] for row in show.valid] == [2, 4, 6, 8]
     assert "the result is step 2, the best on held-out data" in show.notes
+    assert "stopped at step 8 of 50: no better for 3 evaluations (train.patience)" in show.notes
     # Resumed, it stops at the same step again.
     before = weights(tmp_path / "x")
     assert train(recipe, tmp_path / "x", resume=True).step == 8
     assert weights(tmp_path / "x") == before
+
+
+@pytest.mark.parametrize(("average", "said"), [(5, "the mean of the last 2 checkpoints"), (1, "the last checkpoint, ")])
+def test_the_mean_of_checkpoints_is_counted(average: int, said: str, tmp_path: Path) -> None:
+    recipe = make_recipe("language", tmp_path, steps=6, checkpoint_every=3, average=average)
+    train(recipe, tmp_path / "x", show=(show := Watching()))
+    assert any(note.startswith(f"the result is {said}") for note in show.notes), show.notes
+    assert not any(note.startswith("stopped") for note in show.notes)
 
 
 @pytest.mark.parametrize("keep", ["best", "last"])

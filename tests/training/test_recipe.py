@@ -12,7 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import clearhead as ch
+from clearhead.config import Config
 from clearhead.errors import ConfigError, InputError
+from clearhead.families import preset
 from clearhead.training.initialization import make_config
 from clearhead.training.recipe import SHIPPED, TASKS, Data, Recipe, Train, find_recipe
 
@@ -220,3 +222,45 @@ def test_every_number_of_the_defaults_is_finite():
         for field in fields(kind):
             value = getattr(kind, field.name)
             assert not isinstance(value, float) or math.isfinite(value)
+
+
+def config_of(task: str, *settings: str) -> Config:
+    return make_config(find_recipe(task).with_set(settings), {})
+
+
+def test_a_preset_replaces_the_recipes_model() -> None:
+    assert config_of("language", "model.preset=gpt2") == preset("gpt2")
+    assert config_of("mask", "model.preset=bert-base") == preset("bert-base")
+    assert config_of("language", "model.preset=llama-3-8b") == preset("llama-3-8b")
+    # Fields set beside it win, before or after it.
+    for settings in (("model.n_layers=2", "model.preset=gpt2"), ("model.preset=gpt2", "model.n_layers=2")):
+        assert config_of("language", *settings) == preset("gpt2", n_layers=2)
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "fitting"),
+    [
+        ("translate", "gpt2", "t5-small"),
+        ("language", "t5-small", "gpt2"),
+        ("mask", "vit-b-16", "bert-base"),
+        ("classify", "gpt2", "vit-b-16"),
+        ("translate", "whisper-tiny", "transformer-base"),
+    ],
+)
+def test_a_preset_of_another_shape_is_refused(task: str, name: str, fitting: str) -> None:
+    with pytest.raises(ConfigError, match=f"no model for the task '{task}'.*got shape=.*choose one of: .*{fitting}"):
+        find_recipe(task).with_set([f"model.preset={name}"])
+
+
+def test_n_layers_of_a_translator_is_of_both_stacks() -> None:
+    def depths(*settings: str) -> str:
+        facts = dict(vocab_size=7, max_len=5, max_source_len=5)
+        return make_config(find_recipe("translate").with_set(settings), facts).depth
+
+    assert depths("model.n_layers=2") == "2+2"
+    assert depths("model.n_layers=2", "model.n_decoder_layers=3") == "2+3"
+    assert depths("model.n_decoder_layers=3") == "4+3"
+    assert depths("model.preset=t5-small", "model.n_layers=2") == "2+2"
+    # Two stacks that were given different depths keep their difference.
+    uneven = find_recipe("translate").with_set(["model.n_decoder_layers=1"]).with_set(["model.n_layers=7"])
+    assert (uneven.model["n_layers"], uneven.model["n_decoder_layers"]) == (7, 1)

@@ -20,7 +20,7 @@ from clearhead.data.corpora import find_images, read_labelled
 from clearhead.data.image_preparation import prepare_arrays, prepare_images
 from clearhead.data.text_preparation import prepare_labelled
 from clearhead.data.token_store import Store
-from clearhead.errors import InputError
+from clearhead.errors import ConfigError, InputError
 from clearhead.families import preset
 from clearhead.kernels.cross_entropy import IGNORED
 from clearhead.models import Encoder, Model
@@ -243,7 +243,12 @@ class PictureClasses(Classes):
             self._split(prepare("valid", d.valid[0], self.labels) if d.valid else None)
         self.extra_files = {"preprocessor_config.json": preprocessor_config(size)}
         self.length = (size // patch) ** 2 + 1
-        rows = max(1, t.batch_tokens // self.length)
+        if t.batch_tokens < self.length:
+            raise ConfigError(
+                f"train.batch_tokens={t.batch_tokens} is less than one picture of {self.length} tokens; raise it to {self.length} "
+                f"or more"
+            )
+        rows = t.batch_tokens // self.length
         self.order = RowOrder(len(self.chosen), rows, t.seed)
         self.shape = (rows, self.length, 0)
         table = {"pictures": f"{channels} x {size} x {size}, {self.length} tokens each"}

@@ -66,7 +66,7 @@ class WindowTask(Task):
         store = prepare("text", d.files)
         held = prepare("valid", d.valid) if d.valid else store
         cut = None if d.valid else split_stream(len(store["text"].flat), d.valid_share)
-        rows = max(1, self.recipe.train.batch_tokens // d.length)
+        rows = self.recipe.train.batch_tokens // d.length
         self.windows = Windows(store["text"], d.length, seed, stop=cut, rows_per_step=rows)
         self.valid = Windows(held["text"], d.length, seed, start=cut or 0)
         self.bytes_per_token = held.info["bytes"] / max(len(held["text"].flat), 1)

@@ -1,0 +1,108 @@
+"""What a recipe may not say: values out of range, files that its task does not read, settings without effect. Without torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from clearhead.config import Config
+from clearhead.errors import ConfigError
+from clearhead.families import preset, presets
+
+if TYPE_CHECKING:
+    from clearhead.training.recipe import Recipe
+
+
+def check_values(recipe: Recipe) -> None:
+    """Refuse numbers out of their range."""
+    data, train = recipe.data, recipe.train
+    least = {
+        "train": dict(
+            steps=1, batch_tokens=1, accumulate=1, warmup=0, average=0, patience=0, lora_rank=0, log_every=1, seed=0
+        )
+        | dict(evaluate_every=1, checkpoint_every=1, samples=0, score_rows=0, beams=1, evaluate_rows=0),
+        "data": dict(vocab_size=1, length=2, shift=0),
+    }
+    for part, table in (("train", train), ("data", data)):
+        for name, low in least[part].items():
+            if getattr(table, name) < low:
+                raise ConfigError(f"{part}.{name}={getattr(table, name)} is too small; nearest valid: {low}")
+    shares = {
+        "train.label_smoothing": train.label_smoothing,
+        "data.valid_share": data.valid_share,
+        "data.leave_out": data.leave_out,
+    }
+    shares |= {"train.min_lr": train.min_lr, "train.decay": train.decay, "train.mask_share": train.mask_share}
+    shares |= {"train.momentum": train.momentum, "train.betas[0]": train.betas[0], "train.betas[1]": train.betas[1]}
+    for name, value in shares.items():
+        if not 0 <= value < 1:
+            raise ConfigError(f"{name}={value} is no share; give a number from 0 up to, but not, 1")
+    for name in ("lr", "muon_lr", "weight_decay", "clip", "lora_alpha"):
+        if not 0 <= getattr(train, name) < float("inf"):
+            raise ConfigError(
+                f"train.{name}={getattr(train, name)} is below 0 or no number; {getattr(type(train), name)} is usual"
+            )
+    if train.lr == 0 and train.schedule != "noam":
+        raise ConfigError(
+            f"train.lr=0 is for schedule='noam'; got schedule={train.schedule!r}; give a rate such as 0.001"
+        )
+    if train.best in ("bleu", "chrf", "exact") and (recipe.task != "translate" or not train.score_rows):
+        raise ConfigError(
+            f"train.best={train.best!r} is measured by task='translate' with score_rows above 0; got task={recipe.task!r}, "
+            f"score_rows={train.score_rows}; choose loss or accuracy"
+        )
+
+    if recipe.task in ("language", "mask") and train.batch_tokens < data.length:
+        raise ConfigError(
+            f"train.batch_tokens={train.batch_tokens} is less than one window of data.length={data.length} tokens; raise "
+            f"train.batch_tokens to {data.length} or more, or lower data.length"
+        )
+
+
+def check_files(recipe: Recipe) -> None:
+    """Refuse files that the task would not read."""
+    task, data = recipe.task, recipe.data
+    pairs = ("source", "target", "valid_source", "valid_target")
+    unread, read = (("files", "valid"), pairs) if task == "translate" else (pairs, ("files", "valid"))
+    for name in unread:
+        if found := getattr(data, name):
+            raise ConfigError(
+                f"the task {task!r} does not read data.{name}; got {', '.join(found):.80}; it reads "
+                + ", ".join(f"data.{each}" for each in read)
+                + f": {_spell_flag(name)} is {'not for it' if task == 'translate' else 'for translate'}"
+            )
+    if data.valid_target and not data.valid_source:
+        raise ConfigError(
+            f"held-out targets have no sources; got data.valid_target={', '.join(data.valid_target):.80}; name "
+            f"data.valid_source (--valid-source) too"
+        )
+
+
+def _spell_flag(name: str) -> str:
+    return "a file after the task" if name == "files" else f"--{name.replace('_', '-')}"
+
+
+def check_lora(recipe: Recipe) -> None:
+    """Refuse LoRA without a model to add to, and its settings without LoRA."""
+    rank, alpha = recipe.train.lora_rank, recipe.train.lora_alpha
+    if rank and "from" not in recipe.model:
+        raise ConfigError(
+            f"LoRA adds to the weights of a trained model, and random ones would stay frozen; got train.lora_rank={rank} without "
+            f"model.from; name a model with --from"
+        )
+    if not rank and alpha != type(recipe.train).lora_alpha:
+        raise ConfigError(
+            f"train.lora_alpha={alpha} has no effect without LoRA; got train.lora_rank=0; set a rank: --lora rank=8,alpha={alpha}"
+        )
+
+
+def check_preset(task: str, config: Config) -> None:
+    """Refuse a preset of another shape or other inputs than the task's."""
+    shape = {"language": "decoder", "translate": "encoder-decoder"}.get(task, "encoder")
+    inputs = ("tokens", "patches") if task == "classify" else ("tokens",)
+    if config.shape == shape and config.inputs in inputs:
+        return
+    fitting = [name for name in presets() if (known := preset(name)).shape == shape and known.inputs in inputs]
+    raise ConfigError(
+        f"the preset is no model for the task {task!r}, which needs shape={shape!r} and inputs={' or '.join(map(repr, inputs))}; "
+        f"got shape={config.shape!r}, inputs={config.inputs!r}; choose one of: {', '.join(fitting)}"
+    )
