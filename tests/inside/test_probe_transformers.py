@@ -19,7 +19,7 @@ from tests.families.compare import positions_of, sides, tokens
 
 EAGER = dict(attn_implementation="eager")
 X, SOURCE = tokens(), tokens(length=13, seed=3)
-PIECES = test_vit.pictures()
+PIECES = test_vit.images()
 
 # A model of transformers, and the inputs of both.
 Case = tuple[Callable[[], Any], dict[str, Any], tuple[Tensor, ...]]
