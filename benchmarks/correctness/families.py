@@ -145,10 +145,11 @@ Made by `.venv/bin/python benchmarks/correctness/families.py --docs`; the tests 
 
 ## Which fields of config.json are accepted
 
-A field passes if the family reads it, if no value of it changes what a model computes, or if its value means "not used". Any other field
-is refused by name; null means "not set". The lists are in `clearhead/families/allowed_fields.py` and in each family's `FIELDS`. The files
-of sentence-transformers (modules.json and those beside it) are read by the same rule: pooling and normalising are honoured for BERT and for
-T5 encoders; prompts by default, shortened vectors and lower case that the tokenizer does not make are refused.
+A field passes if the family reads it, if no value of it changes what a model computes, or if its value means "not used". Any
+other field is refused by name; null means "not set". The lists are in `clearhead/families/allowed_fields.py` and in each family's
+`FIELDS`. The files of sentence-transformers (modules.json and those beside it) are read by the same rule: pooling and normalising
+are honoured for BERT and for T5 encoders. Default prompts, shortened vectors, and lower case that the tokenizer does not make are
+refused.
 """
 
 if __name__ == "__main__":
