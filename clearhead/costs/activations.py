@@ -10,9 +10,9 @@ number (2 under bfloat16 autocast, else 4), width D, feed-forward width F, H hea
     head           c D + 4V                     its input, and log-probabilities unless the loss is computed in chunks
 
 The residual stream is float32. Under autocast the bfloat16 copies of the weights are kept too. Queries and keys with rotary
-positions or a norm are kept before and after it. A mask or bias other than a causal mask is a tensor in each layer. Without a
-fused kernel for it (on a CPU a trained bias or attention dropout; on CUDA a trained bias with shared key heads) the weights,
-T x S for each head, are kept in float32. CUDA's rms norm of queries and keys keeps its input and one number for each row.
+positions or a norm are kept before and after it. A mask other than a causal one is a tensor in each layer, a bias on the scores one
+for all. Without a fused kernel for it (on a CPU a trained bias or attention dropout; on CUDA a trained bias with shared key heads) the
+weights, T x S for each head, are kept in float32. CUDA's rms norm of queries and keys keeps its input and one number for each row.
 Masks of padded or packed rows are not counted.
 """
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 from clearhead.config import Config
 from clearhead.costs.flops import Lengths
@@ -60,6 +61,7 @@ def count_saved(
                 total[part] += layers * n
         if S and not setting.half:  # all layers share the encoder's output; under autocast each has a copy
             total["projections"] -= (c.n_decoder_layers - 1) * 4 * batch * S * c.d_model
+        total["attention"] -= _shared_bias(c, at, setting)
     for part, n in count_copies(c, setting).items():
         total[part] += 0 if checkpointing and part in ("projections", "feedforward") else n
     return total
@@ -166,8 +168,27 @@ def _written_out(c: Config, T: int, heads: int, setting: Setting, *, causal: boo
     pairs = T * T * (heads if biased else 1)
     if not (biased or 0 < c.window < T) or is_narrow(c.window, T) or pairs > WRITTEN_OUT:
         return 0
-    fused = c.kernel != "explicit" and not _has_no_kernel(c, setting) and (setting.cuda or not c.attention_dropout)
-    return setting.size * pairs if fused else T * T * int(causal)
+    return setting.size * pairs if _is_fused(c, setting) else T * T * int(causal)
+
+
+def _is_fused(c: Config, setting: Setting) -> bool:
+    return c.kernel != "explicit" and not _has_no_kernel(c, setting) and (setting.cuda or not c.attention_dropout)
+
+
+def _shared_bias(c: Config, at: Lengths, setting: Setting) -> int:
+    """Bytes that `_written_out` counts for each layer although all layers of a stack share the tensor.
+
+    Under autocast each layer of a fused kernel has a narrow copy; layers that lost heads have a part of their own.
+    """
+    biased = c.positions in ("alibi", "t5") and c.kernel != "explicit"
+    if not biased or c.pruned_heads or (setting.half and _is_fused(c, setting)):
+        return 0
+    T, S = at.target, at.source
+    written = partial(_written_out, c, heads=c.n_heads, setting=setting)
+    if S:
+        encoder = (c.n_layers - 1) * written(T=S, causal=False)
+        return encoder + (c.n_decoder_layers - 1) * written(T=T, causal=True)
+    return (c.n_layers - 1) * written(T=T, causal=c.shape != "encoder")
 
 
 def _entry(c: Config, batch: int, at: Lengths, setting: Setting) -> int:

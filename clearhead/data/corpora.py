@@ -202,13 +202,14 @@ def read_labelled_rows(files: Names, columns: tuple[str, str], text_filter: Text
 def _refuse_header(rows: Rows, path: Path, columns: tuple[str, str]) -> Rows:
     """The rows. A first row that was not taken for a header is refused if it seems to be one, since it would become a class.
 
-    It seems to be one if its label is on no other row, while most other rows share their label with another.
+    It seems to be one if its label is no number and on no other row, while most other rows share their label with another.
     """
     sample = list(islice(rows, _SAMPLED_ROWS))
     if len(sample) > 1 and sample[0][0] == 1:
         (_, names), counts = sample[0], Counter(values[1] for _, values in sample[1:])
         shared = sum(count for count in counts.values() if count > 1)
-        if names[1] not in counts and 2 * shared > len(sample) - 1:
+        is_number = names[1].strip().lstrip("+-").replace(".", "", 1).isdigit()  # no column is named so
+        if names[1] not in counts and not is_number and 2 * shared > len(sample) - 1:
             raise InputError(
                 f"{path}:1 seems to be a header and would become a class: no other row has the label {names[1]!r:.40}, and no "
                 f"column is named {' or '.join(columns)}; got {names[0]!r:.40}, {names[1]!r:.40}; name the columns with "

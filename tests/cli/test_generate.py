@@ -311,8 +311,8 @@ def test_a_mistyped_path_does_not_go_to_the_hub(tmp_path: Path, monkeypatch: pyt
         run("generate", "runs/date-1", "the")
     assert asked == []
     run("generate", "hf:owner/name", "the", "-n", "2")
-    run("generate", "owner/name", "the", "-n", "2")
-    assert asked == ["owner/name"] * 2
+    run("generate", "owner/name", "the", "-n", "2")  # `download` itself refuses a name without hf:
+    assert asked == ["hf:owner/name", "owner/name"]
 
 
 @pytest.mark.parametrize(("command", "preset"), [("generate", "transformer-base"), ("translate", "gpt2")])

@@ -63,7 +63,7 @@ def test_a_kill_while_dates_are_written_is_mended(tmp_path: Path, seeds: list[in
 
 
 def test_code_is_the_standard_library(tmp_path: Path):
-    recipe = embedded_data.unpack(with_data("code"), tmp_path)
+    recipe = embedded_data.unpack(find_recipe("code"), tmp_path)
     assert list(map(Path, recipe.data.files)) == standard_library()
     assert list(tmp_path.iterdir()) == []
 

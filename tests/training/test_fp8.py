@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,9 +67,9 @@ def test_a_cpu_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("world", "rank", "got"), [(2, 0, "2 processes"), (1, 4, r"train\.lora_rank=4")])
 def test_what_has_no_fp8(world: int, rank: int, got: str, tmp_path: Path) -> None:
-    asked = recipe(tmp_path, lora_rank=rank)
+    asked = replace(recipe(tmp_path).train, lora_rank=rank)
     with pytest.raises(ConfigError, match=rf"one process in which all weights learn; got {got}; set train\.precision"):
-        check_fp8(asked.train, Processes(torch.device("cpu"), world_size=world))
+        check_fp8(asked, Processes(torch.device("cpu"), world_size=world))
 
 
 def test_a_name_that_is_not_known(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_no_run_to_resume(tmp_path: Path):
         ("data.length=7", r"goes on with the data it began with"),
         ("train.seed=3", r"train\.seed=3, but the run began with 0; start a new one"),
         ("train.optimizer=muon", r"train\.optimizer='muon', but the run began with 'adamw'"),
-        ("train.lora_rank=2", r"train\.lora_rank=2, but the run began with 0"),
+        ("train.lora_rank=2", r"train\.lora_rank=2 without model\.from"),
     ],
 )
 def test_what_a_run_can_not_change(setting: str, words: str):
