@@ -11,8 +11,8 @@ number (2 under bfloat16 autocast, else 4), width D, feed-forward width F, H hea
 
 The residual stream is float32. Under autocast the bfloat16 copies of the weights are kept too. Queries and keys with rotary
 positions or a norm are kept before and after it. A mask other than a causal one is a tensor in each layer, a bias on the scores one
-for all. Without a fused kernel for it (on a CPU a trained bias or attention dropout; on CUDA a trained bias with shared key heads) the
-weights, T x S for each head, are kept in float32. CUDA's rms norm of queries and keys keeps its input and one number for each row.
+for all. Without a fused kernel for it (on a CPU a trained bias or attention dropout; on CUDA a trained bias with shared key heads)
+the weights, T x S for each head, are kept in float32. CUDA's rms norm of queries and keys keeps its input and one number a row.
 Masks of padded or packed rows are not counted.
 """
 
