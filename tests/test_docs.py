@@ -114,6 +114,7 @@ def check_clearhead(words: list[str]) -> str | None:
     return f"{command} has no option {wrong[0]}" if wrong else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=names)
 def test_the_commands_exist(page: Path) -> None:
     wrong = []

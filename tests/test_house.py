@@ -124,6 +124,7 @@ def test_the_core_knows_only_the_door() -> None:
     assert found == []
 
 
+@pytest.mark.slow
 def test_kernels_are_imported_at_the_top() -> None:
     """An import inside a function hides an arrow; only the door itself loads Triton's kernels late."""
     found = [

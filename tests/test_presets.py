@@ -36,6 +36,7 @@ def count(config: ch.Config) -> int:
     return sum(p.numel() for p in ch.build(config, device="meta").parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_counts(name: str) -> None:
     assert count(ch.preset(name)) == PUBLISHED[name]
@@ -49,6 +50,7 @@ def test_marians_position_tables() -> None:
     assert count(ch.Config.from_dict(config.to_dict() | dict(positions="learned"))) == 74_410_496
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ch.presets())
 def test_the_closed_form_is_the_count(name: str) -> None:
     config = ch.preset(name)
@@ -73,6 +75,7 @@ def part_of(site: str) -> str:
     return next(part for part, names in PARTS.items() if any(f".{name}" in f".{site}" for name in names))
 
 
+@pytest.mark.slow
 @given(drawn=fields())
 @settings(max_examples=40)
 def test_the_closed_form_is_the_count_of_any_config_part_by_part(drawn: Fields) -> None:

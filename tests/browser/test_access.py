@@ -34,6 +34,7 @@ def serious(one: Opened) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "theme", "panels"),
     [

@@ -16,6 +16,7 @@ from tests.browser.conftest import Open
 PANELS = ["heads", "lens", "flow", "generate", "positions", "sandbox", "geometry", "cost"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "translator", "classes", "digits"])
 def test_an_exported_page_needs_nothing(open_page: Open, places: dict[str, Path], tmp_path: Path, name: str) -> None:
     model = ch.load(places[name])

@@ -81,6 +81,7 @@ VIEWS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("view", VIEWS, ids=lambda view: view["panel"])
 def test_an_address_restores_its_view(open_page: Open, view: dict[str, str]) -> None:
     first = open_page(**view)
@@ -130,6 +131,7 @@ def is_within(one: Opened) -> bool:
     return one.page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
 
 
+@pytest.mark.slow
 def test_no_page_without_the_key(chromium: Browser, places: dict[str, Path]) -> None:
     """The key comes in the address, is sent with each request, and is gone from the address at once."""
     with served(str(places["gpt"]), env={"CLEARHEAD_API_KEYS": "open sesame"}) as (url, _):

@@ -34,6 +34,7 @@ def test_a_model_has_the_panels_it_can_fill(open_page: Open, model: str) -> None
     assert one.errors == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "panel"), CASES)
 def test_panel(open_page: Open, places: dict[str, Path], model: str, panel: str) -> None:
     one = open_page(model=model, panel=panel)

@@ -92,6 +92,7 @@ def test_the_colours_only_ever_grow_darker_or_lighter(open_page: Open) -> None:
         assert sign * (luminance[-1] - luminance[0]) > 150
 
 
+@pytest.mark.slow
 def test_thumbnails_are_the_servers_bytes_in_the_same_colours(open_page: Open, address: str) -> None:
     one = open_page(model="gpt", theme="light")
     colours = legend(one)

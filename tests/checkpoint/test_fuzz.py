@@ -40,6 +40,7 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ours", "hf", "shards", "bins"])
 def test_a_thousand_damaged_checkpoints(valid: Path, tmp_path: Path, layout: str) -> None:
     """250 mutations of each layout: bytes flipped, cut off, doubled, replaced by noise; JSON fields replaced by wrong values."""

@@ -102,6 +102,7 @@ def test_minilm(tmp_path: Path) -> None:
     assert ours[0] @ ours[1] > 0.5 > ours[0] @ ours[2]
 
 
+@pytest.mark.slow
 def test_stories260k() -> None:
     """The first 200 greedy tokens are the text that llama2.c prints."""
     folder = shared_data("stories260K")

@@ -46,6 +46,7 @@ def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
     return list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ours_loads_back_bit_for_bit(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
@@ -142,6 +143,7 @@ for attempt in range(20):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard_bytes", [2**30, 2**20])
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, shard_bytes: int) -> None:
     """A process that saves two models in turn is killed at 20 moments: the folder holds one of them."""
@@ -198,6 +200,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, n: int) -> list[str]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [(2**30, 2**30), (2000, 2**30), (2**30, 2000)])
 def test_a_failure_at_any_call_leaves_the_old_model_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: tuple[int, int]
@@ -260,6 +263,7 @@ assert outcomes == sorted(outcomes) and len(outcomes) > 15, outcomes
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [("99999999", "99999999"), ("2000", "99999999"), ("99999999", "2000")])
 def test_a_kill_before_any_call_leaves_the_old_model_or_the_new_one(tmp_path: Path, shards: tuple[str, str]) -> None:
     ran = subprocess.run(
@@ -453,6 +457,7 @@ def test_a_file_system_that_can_not_map(tmp_path: Path, monkeypatch: pytest.Monk
     assert same(model, load(tmp_path / "x"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_copied_tensors_are_not_held_twice(tmp_path: Path) -> None:
     """Queries, keys and values that are not neighbours are copied from the mapped file, whose memory is then released."""
@@ -506,6 +511,7 @@ print(heavy)
 """
 
 
+@pytest.mark.slow
 def test_loading_and_writing_import_no_compiler(tmp_path: Path) -> None:
     """Importing torch takes a second; a model on the meta device must not import its compiler or sympy too."""
     save(tiny("gpt2"), tmp_path / "x", format="hf")

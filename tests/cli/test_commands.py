@@ -64,6 +64,7 @@ def test_the_installed_command_is_the_module() -> None:
     assert ran.stdout == f"clearhead {ch.__version__}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["--version"], ["presets"], ["presets", "--help"], ["demo", "--help"]], ids=" ".join
 )
@@ -129,6 +130,7 @@ def test_debug_shows_the_traceback() -> None:
     assert "ConfigError: there is no family 'lama'" in ran.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [["preset"], ["--wrong"], ["presets", "llama", "gpt2"], ["demo", "--wrong"]], ids=" ".join
 )

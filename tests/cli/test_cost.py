@@ -97,6 +97,7 @@ def test_measure() -> None:
     assert "time is forecast from one run at length 16" in text
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*")
 @pytest.mark.parametrize("measure", [False, True])
 def test_plot(tmp_path: Path, measure: bool) -> None:

@@ -49,6 +49,7 @@ def test_perplexity_of_a_text(tmp_path: Path) -> None:
     assert row["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantised(tmp_path: Path, kind: str) -> None:
     quantized = pytest.importorskip("clearhead.quantization.integer")

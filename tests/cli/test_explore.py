@@ -37,6 +37,7 @@ def test_sites_are_listed_and_filtered(folders: dict[str, Path]) -> None:
     assert listed == [{"site": "blocks.1.attention.q", "shape": "(B, H, T, E)", "here": "(B, 3, T, 8)"}]
 
 
+@pytest.mark.slow
 def test_every_head_is_ablated_once(folders: dict[str, Path]) -> None:
     rows = list(csv.DictReader(io.StringIO(explore(folders["gpt"], "the cat sat on", "--ablate", "--csv").output)))
     assert {(row["place"], row["head"]) for row in rows} == {

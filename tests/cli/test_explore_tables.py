@@ -58,6 +58,7 @@ def without(model: Model, place: str, head: int) -> Any:
     return model
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_each_head_of_a_decoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Texts of different lengths from a file: the loss is the mean over all their tokens."""
@@ -84,6 +85,7 @@ def test_each_head_of_a_decoder(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert losses == sorted(losses, reverse=True)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_each_head_of_a_translator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, tokenizer = make(tmp_path / "m", "transformer-base")
@@ -121,6 +123,7 @@ def test_each_head_of_a_translator(tmp_path: Path, capsys: pytest.CaptureFixture
         assert {name: head[name] for name in base} == pytest.approx(wanted, abs=1e-4)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_without_targets_a_translator_uses_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, tokenizer = make(tmp_path / "m", "transformer-base")
@@ -164,6 +167,7 @@ def test_a_classifiers_target_is_its_own_class(tmp_path: Path, capsys: pytest.Ca
     assert found["base"]["loss"] == pytest.approx(-float(model(ids).log_softmax(-1).max()), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_as_a_table_and_as_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, _ = make(tmp_path / "m", "smollm2-135m", n_heads=4, n_kv_heads=2, n_layers=16)
     print_ablation(model, tmp_path / "m", AblationInput(TEXTS[0]))

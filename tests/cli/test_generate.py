@@ -83,6 +83,7 @@ def test_by_default_the_text_fits_the_model(tmp_path: Path) -> None:
     assert text.startswith(f"{long}{tokenizer.decode(cut)}\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -264,6 +265,7 @@ def test_a_trace_is_written_and_drawn(tmp_path: Path) -> None:
     assert [each["finished"][0]["text"] for each in searches] == [line for line in plain.splitlines() if line]
 
 
+@pytest.mark.slow
 def test_many_lines_stay_in_order(tmp_path: Path) -> None:
     model, tokenizer = make(tmp_path, "transformer-base")
     lines = ["the cat " * (1 + at % 7) + f"{at}" for at in range(300)]

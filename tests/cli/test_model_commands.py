@@ -323,6 +323,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *args], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_errors_are_one_line(tmp_path: Path) -> None:
     done = run("-m", "clearhead", "embed", "no model", str(tmp_path / "gone.txt"))
     assert (done.returncode, done.stdout) == (1, "")

@@ -15,6 +15,7 @@ def test_there_are_cases() -> None:
     assert CASES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
 def test_compiled(path: Path) -> None:
     run_in_fresh_process(path)

@@ -56,6 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("name", CASES)
 def test_training_keeps_what_is_said(name: str, half: bool) -> None:
@@ -67,6 +68,7 @@ def test_training_keeps_what_is_said(name: str, half: bool) -> None:
     assert sum(said.values()) == pytest.approx(saved_bytes(config, 3, at, half=half), rel=0.02 if half else 0.001)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("name", CASES)
 def test_checkpointing_keeps_what_is_said(name: str, half: bool) -> None:
@@ -81,6 +83,7 @@ def test_checkpointing_keeps_what_is_said(name: str, half: bool) -> None:
     assert sum(said.values()) == pytest.approx(kept, rel=0.07)
 
 
+@pytest.mark.slow
 @given(drawn=fields())
 @settings(max_examples=15)
 def test_any_config_keeps_about_what_is_said(drawn: Fields) -> None:

@@ -37,6 +37,7 @@ def said(config: ch.Config, at: Lengths, *, checkpointing: bool = False) -> tupl
     return sum(count_forward(config, 3, at).values()), sum(training.values())
 
 
+@pytest.mark.slow
 @given(drawn=fields(kernel="explicit"), checkpointing=st.booleans())
 @settings(max_examples=15)
 def test_any_config_does_the_operations_that_torch_counts(drawn: Fields, checkpointing: bool) -> None:
@@ -45,6 +46,7 @@ def test_any_config_does_the_operations_that_torch_counts(drawn: Fields, checkpo
     assert said(config, at, checkpointing=checkpointing) == counted(config, at, checkpointing=checkpointing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_family_does_the_operations_that_torch_counts(name: str, checkpointing: bool) -> None:

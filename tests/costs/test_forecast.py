@@ -119,6 +119,7 @@ def test_shards_gather_two_blocks_and_all_that_is_in_none() -> None:
     assert many.peak_bytes == twice.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize(
     "name", ["gpt2", "smollm2-135m", "bert-base", "t5-small", "opus-mt-en-de", "whisper-tiny", "vit-b-16"]
@@ -194,6 +195,7 @@ def measured_peak(config: ch.Config, batch: int, *, half: bool, checkpointing: b
     return highest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("chunked", [False, True])
@@ -211,6 +213,7 @@ def test_the_peak_of_a_training_step(batch: int, chunked: bool, half: bool, chec
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("rows", [131 * 4, 131 * 3, 131])
 def test_the_peak_of_a_loss_in_several_chunks(rows: int, half: bool, monkeypatch: pytest.MonkeyPatch) -> None:

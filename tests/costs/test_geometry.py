@@ -154,6 +154,7 @@ def test_the_experiment_finds_what_is_expected() -> None:
     assert found[0] > welch_coherence(67, 211)
 
 
+@pytest.mark.slow
 def test_packing_comes_near_welch() -> None:
     packed = pack(64, 128)
     assert packed.shape == (128, 64)
@@ -162,6 +163,7 @@ def test_packing_comes_near_welch() -> None:
     assert welch_coherence(64, 128) < worst < 1.1 * welch_coherence(64, 128)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "degrees"), [(128, 1), (128, 2)])
 def test_the_counts_that_are_said_to_be_packed(n: int, degrees: int) -> None:
     """The larger ones take minutes: pack(128, 448, steps=2000), pack(768, 900, steps=400) and pack(768, 1536, steps=400)."""

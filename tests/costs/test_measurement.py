@@ -25,6 +25,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*")  # torch's profiler has its own to say
 @pytest.mark.parametrize(("name", "asked"), CASES)
 def test_a_run_holds_what_is_said(name: str, asked: dict[str, Any]) -> None:
@@ -71,6 +72,7 @@ def test_shorter_runs() -> None:
     assert reading.operations().keys() == {"reading"}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*")
 def test_a_forecast_of_time_is_of_the_right_size() -> None:
     config = ch.preset("gpt2", d_model=256, n_heads=4, n_layers=2, vocab_size=1009)

@@ -41,6 +41,7 @@ def asked(config: ch.Config, at: Lengths) -> dict[str, Any]:
     return dict(batch=B, length=at.target, source_length=at.source or None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", EVERY)
 def test_operations_and_parameters_are_those_counted(name: str, checkpointing: bool) -> None:

@@ -152,6 +152,7 @@ def test_unusual_rates_and_long_files_are_refused_by_their_header(
     assert len(load_audio(tmp_path / "high.wav", max_seconds=4)) == RATE
 
 
+@pytest.mark.slow
 def test_an_unusual_rate_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """191,999 has no common divisor with 16,000: the whole filter has 16,000 rows of 1,603 weights."""
     sizes: list[int] = []

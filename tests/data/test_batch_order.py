@@ -143,6 +143,7 @@ def test_padding_waste() -> None:
     assert padding_waste(lengths, [np.array([0, 1]), np.array([2])]) == pytest.approx(1 - 25 / 26)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [2048, 4096, 8192])
 def test_padding_on_multi30k(multi30k: list[np.ndarray], budget: int) -> None:
     for batches in epochs(TokenOrder(multi30k, budget, 1), 2):

@@ -113,6 +113,7 @@ def test_ten_million_characters_without_a_line_end(tmp_path: Path, kind: Any) ->
     assert sum(len(piece.text) for piece in pieces) == 5_000_011
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [b"a line of some words " * 60 + b"\n", b"no line end "])
 def test_memory_stays_bounded(tmp_path: Path, line: bytes) -> None:
     file = write(tmp_path / "a.txt", line * (30_000_000 // len(line)))

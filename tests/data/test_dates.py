@@ -28,6 +28,7 @@ def read_alone(form: str) -> tuple[str, str]:
     return re.sub(r"\{[dM]+\}", "#", form), "".join(slots)
 
 
+@pytest.mark.slow
 def test_every_text_has_one_meaning() -> None:
     """Every form of every locale, for every day of the month that could be a month, and one more."""
     meaning: dict[str, date] = {}
@@ -80,6 +81,7 @@ def test_forms_are_babels(name: str) -> None:
         assert theirs <= ours
 
 
+@pytest.mark.slow
 def test_casual_forms_have_articles_ordinals_and_lower_case() -> None:
     texts = {pair.text for pair in make_dates(40_009, 2, locales=("en", "fr", "de", "it"), casual=0.5)}
     for pattern in (
@@ -105,6 +107,7 @@ def test_every_locale_and_every_year_occurs() -> None:
     assert len(LOCALES) == len(set(LOCALES)) >= 33
 
 
+@pytest.mark.slow
 def test_no_day_is_in_both_splits() -> None:
     train, held_out = split_dates(7, n_train=20_011, n_held_out=2_003)
     assert (len(train), len(held_out)) == (20_011, 2_003)
@@ -135,6 +138,7 @@ print(hashlib.sha256(repr(make_dates(3_001, 11)).encode()).hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_dates_in_another_process() -> None:
     pairs = make_dates(3_001, 11)
     assert pairs[:211] == make_dates(211, 11)

@@ -29,6 +29,7 @@ worded_text = st.lists(st.sampled_from(["the", "Mann", " ", "  ", "   ", "\n", "
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(SPM))
 @given(text=simple_text | worded_text)
 def test_ids_of_sentencepiece(name: str, spm_models, text: str) -> None:
@@ -39,6 +40,7 @@ def test_ids_of_sentencepiece(name: str, spm_models, text: str) -> None:
         assert ours.decode(ids) == theirs.decode(ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "unigram-bytes"])
 @given(data=st.data())
 def test_stream_of_byte_pieces(name: str, spm_models, data: st.DataObject) -> None:

@@ -126,6 +126,7 @@ def test_a_failure_leaves_the_old_store(tmp_path: Path) -> None:
     assert files_in(tmp_path) == ["s"]
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_no_incomplete_store(tmp_path: Path) -> None:
     script = """
 import os, signal, sys, numpy as np
@@ -198,6 +199,7 @@ def test_prepare_in_many_batches(tmp_path: Path, tokenizer: Tokenizer, monkeypat
     assert np.array_equal(parts["text"].lengths, whole["text"].lengths)
 
 
+@pytest.mark.slow
 def test_preparation_needs_little_memory(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clearhead.data.preparation.BATCH", 2**17)
     file = write(tmp_path / "a.txt", ("some words in a line, " * 50 + "\n") * 1500)

@@ -114,6 +114,7 @@ def test_long_texts_are_refused_or_truncated() -> None:
 # ---- streams
 
 
+@pytest.mark.slow
 @every_kind
 @given(data=st.data())
 def test_stream_equals_decode(kind: str, data: st.DataObject) -> None:

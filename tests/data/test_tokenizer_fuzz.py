@@ -70,6 +70,7 @@ def valid(tmp_path_factory: pytest.TempPathFactory, corpus: Path, sentencepiece)
     return {name: {path.name: path.read_bytes() for path in place.iterdir()} for name, place in files.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["bpe", "unigram", "wordpiece", "gpt2", "spm", "bert", "tiktoken", "llama2c", "gguf", "marian"]
 )

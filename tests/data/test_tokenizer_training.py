@@ -34,6 +34,7 @@ def test_unigram_learns_a_word_of_one_form() -> None:
     assert len(tokenizer.encode("zebra", special=False)) == 1
 
 
+@pytest.mark.slow
 def test_unigram_is_as_short_as_sentencepiece_on_english(tmp_path: Path, sentencepiece) -> None:
     text = shared_data("tinyshakespeare.txt").read_text(encoding="utf-8")[:300_000]
     lines = [line for line in text.split("\n") if line.strip()]
@@ -63,6 +64,7 @@ def test_files_and_texts_give_the_same(kind: str, corpus: Path) -> None:
     assert from_files.core.to_str() == from_texts.core.to_str()
 
 
+@pytest.mark.slow
 def test_another_process_gives_the_same(corpus: Path) -> None:
     # The library's hash tables are seeded per process, so this needs two processes.
     code = f"""

@@ -103,6 +103,7 @@ def crowd(made: Engine, model: Any, requests: list[Request], rng: random.Random,
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral", "original"])
 @pytest.mark.usefixtures("unchecked")
 def test_each_as_if_alone(name: str) -> None:
@@ -113,6 +114,7 @@ def test_each_as_if_alone(name: str) -> None:
     crowd(made, model, requests, rng, within)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "original"])
 @pytest.mark.usefixtures("unchecked")
 def test_beam_searches_as_if_alone(name: str) -> None:

@@ -201,6 +201,7 @@ def assert_nothing_left(engine: Engine) -> None:
 CROWDS = [(50, 8, 260, 13, 0.7), (50, 24, 2000, 200, 6.0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("crowd", CROWDS, ids=["narrow", "wide"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.usefixtures("unchecked")  # it is long; shapes are checked by the others
@@ -237,6 +238,7 @@ def test_each_as_if_alone(name: str, crowd: tuple[int, int, int, int, float]) ->
     assert {ticket.reason for ticket in done} == {"end", "stop", "length"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.usefixtures("unchecked")
 def test_alone_is_one_token_after_the_other(name: str) -> None:
@@ -320,6 +322,7 @@ def test_the_last_token_is_always_computed(monkeypatch: pytest.MonkeyPatch) -> N
     assert tickets[0].ids == tickets[1].ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral", "alibi"])
 def test_generated_tokens_are_cached_too(name: str) -> None:
     model = model_of(name)
@@ -405,6 +408,7 @@ def test_no_prefix_is_shared_after_a_source(name: str) -> None:
 # Long prompts.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_long_prompt_does_not_hold_up_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefilled in chunks, it gives the same text, and running requests get a token in every step."""
@@ -429,6 +433,7 @@ def test_a_long_prompt_does_not_hold_up_others(name: str, monkeypatch: pytest.Mo
     assert_nothing_left(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "original"])
 @pytest.mark.parametrize("prefill_tokens", [1, 5, 16, 40])
 @pytest.mark.usefixtures("unchecked")

@@ -46,6 +46,7 @@ def pair(name: str, seed: int) -> tuple[Any, Any]:
         return theirs, load(Path(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_decoders_as_transformers(name: str) -> None:
     """Greedy with penalties; texts are longer than the window."""
@@ -62,6 +63,7 @@ def test_decoders_as_transformers(name: str) -> None:
     assert len(lengths) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 3])
 def test_whisper_as_transformers(beams: int) -> None:
     """Sound through the engine, several at once; theirs one by one, by the generate of all their models."""

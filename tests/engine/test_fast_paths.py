@@ -127,6 +127,7 @@ class Seen:
         monkeypatch.setattr(DecodeStep, "run", run)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(drawn())
 @torch.no_grad()
@@ -145,6 +146,7 @@ def test_forward(drawn: Drawn) -> None:
         )
 
 
+@pytest.mark.slow
 @needs_native
 @settings(max_examples=80)
 @given(drawn())
@@ -167,6 +169,7 @@ def test_native_step(drawn: Drawn) -> None:
     assert_greedy(texts, reference, WITHIN[kind] * 30)
 
 
+@pytest.mark.slow
 @needs_native
 @settings(max_examples=20)
 @given(fields(shapes=("decoder", "encoder-decoder"), only_tokens=True), st.integers(0, 10**6))

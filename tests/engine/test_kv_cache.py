@@ -120,6 +120,7 @@ def paged(model: Any, *, seed: int = 0) -> Paged:
     return Paged(model, texts, [ids(50 + row, n) for row, n in enumerate([SOURCE, 8, 1, 7])], seed=seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_prompts_at_once_then_token_by_token(name: str) -> None:
     """A fresh batch with padding, then steps of rows of many lengths, some of which end."""
@@ -130,6 +131,7 @@ def test_prompts_at_once_then_token_by_token(name: str) -> None:
     run.check(TIGHT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_prompts_in_pieces(name: str) -> None:
     """A piece alone, pieces of several rows at different places, padding after the shorter ones, a first piece of one token."""
@@ -145,6 +147,7 @@ def test_prompts_in_pieces(name: str) -> None:
     run.check(TIGHT)
 
 
+@pytest.mark.slow
 @given(
     drawn=fields(shapes=("decoder", "encoder-decoder"), only_tokens=True),
     sizes=st.lists(st.dictionaries(st.integers(0, 3), st.integers(1, 7), min_size=1), min_size=1, max_size=7),
@@ -161,6 +164,7 @@ def test_any_config_in_any_pieces(drawn: Fields, sizes: list[dict[int, int]]) ->
     run.check(dict(rtol=1e-9, atol=1e-9))  # some of these have no norm, and large numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "alibi", "original", "t5"])
 def test_float32(name: str) -> None:
     """With the kernel that stores single tokens, where there is one."""
@@ -187,6 +191,7 @@ def test_only_its_own_blocks_are_written(name: str) -> None:
     assert not run.pool.memory[at, :, :, :, 10 % BLOCK :].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral", "alibi", "original", "t5"])
 def test_shared_blocks_and_copies(name: str) -> None:
     """Two rows go on from one text: whole blocks shared, the last one copied; each says what it says alone."""
@@ -204,6 +209,7 @@ def test_shared_blocks_and_copies(name: str) -> None:
     run.check(TIGHT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral", "alibi", "original", "t5"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_probe_sees_the_same_weights(name: str, dtype: torch.dtype) -> None:

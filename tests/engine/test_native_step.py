@@ -136,6 +136,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Generator[list[int]]:
         yield taken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fp32", "int8", "int4"])
 @pytest.mark.parametrize("name", KINDS)
 def test_as_the_model(name: str, kind: str) -> None:
@@ -159,6 +160,7 @@ def test_as_the_model(name: str, kind: str) -> None:
         theirs.own.counts[:] += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_the_same_texts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(name)
@@ -386,6 +388,7 @@ def test_large_models_move_to_huge_pages(monkeypatch: pytest.MonkeyPatch) -> Non
     assert addresses == [each.data_ptr() for each in model.parameters()]
 
 
+@pytest.mark.slow
 def test_two_threads_one_model() -> None:
     """Each call has its own state: texts of two threads are those of one."""
     model = ch.build(ch.preset("gpt2", n_layers=4, d_model=64, n_heads=4, d_ff=128, vocab_size=509, max_len=80), seed=0)

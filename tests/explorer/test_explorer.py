@@ -21,6 +21,7 @@ from tests.explorer.models import ask, make_explorer, make_run
 CLOSE = 1e-5  # fp32; only the order of summation differs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["the", "日本語 — ñ 🙂", "مرحبا بالعالم", "a\u0000b\n\t", "the cat<pad><pad><pad>"])
 def test_texts_of_every_sort(explorers: dict[str, Explorer], text: str) -> None:
     for kind in ("decoder", "encoder", "masked", "pair"):
@@ -138,6 +139,7 @@ WRONG: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_any_request_is_answered_or_refused(explorers: dict[str, Explorer]) -> None:
     draw = random.Random(0)

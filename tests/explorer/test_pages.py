@@ -79,6 +79,7 @@ def loads_nothing(page: str) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")  # hundreds of answers, whose shapes test_explorer.py checks
 @pytest.mark.parametrize("kind", ["decoder", "pair", "classes", "vit"])
 def test_an_exported_page_has_what_the_page_asks(kind: str) -> None:

@@ -20,6 +20,7 @@ from tests.explorer.models import KINDS, TEXT, ask, inputs_of, make_run, weights
 CLOSE = 1e-5  # fp32; only the order of summation differs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_maps_rows_and_thumbnails_equal_the_probe(explorers: dict[str, Explorer], kind: str) -> None:
     explorer = explorers[kind]

@@ -84,17 +84,20 @@ def configs(draw: st.DrawFn) -> BertConfig:
     return BertConfig(**SIZES | drawn)
 
 
+@pytest.mark.slow
 @given(kind=st.sampled_from(list(ENDS)), config=configs(), seed=st.integers(0, 9))
 @settings(max_examples=15)
 def test_any_bert(kind: type[Any], config: BertConfig, seed: int) -> None:
     compare(tiny(kind, config, seed=seed), tokens())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ENDS)
 def test_float64(kind: type[Any]) -> None:
     compare(make(kind).double(), tokens(), within=FP64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [BertModel, BertForMaskedLM])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding(kind: type[Any], side: str) -> None:

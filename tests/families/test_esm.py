@@ -84,6 +84,7 @@ def configs(draw: st.DrawFn) -> EsmConfig:
     return EsmConfig(**SIZES | drawn)
 
 
+@pytest.mark.slow
 @given(kind=st.sampled_from(list(ENDS)), config=configs(), seed=st.integers(0, 9))
 @settings(max_examples=15)
 def test_any_esm(kind: type[Any], config: EsmConfig, seed: int) -> None:
@@ -102,6 +103,7 @@ def test_the_pooler(tmp_path: Path) -> None:
     assert_near(ours.pooled(ours(x)), theirs(x).pooler_output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [EsmModel, EsmForMaskedLM])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding(kind: type[Any], side: str) -> None:
@@ -122,6 +124,7 @@ def turn_exactly(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: 
     return q * cos + modeling_esm.rotate_half(q) * sin, k * cos + modeling_esm.rotate_half(k) * sin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ENDS)
 def test_float64(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers rotates in float32 in every model; without that it agrees to the tenth digit.

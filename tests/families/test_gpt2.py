@@ -53,6 +53,7 @@ def configs(draw: st.DrawFn) -> GPT2Config:
     return GPT2Config(**SIZES | drawn)
 
 
+@pytest.mark.slow
 @given(config=configs(), seed=st.integers(0, 9))
 @settings(max_examples=12)
 def test_any_gpt2(config: GPT2Config, seed: int) -> None:

@@ -86,6 +86,7 @@ def configs(draw: st.DrawFn) -> PreTrainedConfig:
     return kind(**SIZES | drawn)
 
 
+@pytest.mark.slow
 @given(config=configs(), seed=st.integers(0, 9))
 @settings(max_examples=20)
 def test_any_llama(config: PreTrainedConfig, seed: int) -> None:
@@ -109,6 +110,7 @@ NAMED: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding(name: str, side: str) -> None:
@@ -126,6 +128,7 @@ def exact_norm(self: Any, x: Tensor) -> Tensor:
     return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMED)
 def test_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' RMS norm is float32 in every model, so its output is exact to six digits.

@@ -68,6 +68,7 @@ def run_ours(model: Any) -> Tensor:
     return model(SOURCE, TARGET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_there_and_back(variant: str, dtype: torch.dtype) -> None:
@@ -78,6 +79,7 @@ def test_there_and_back(variant: str, dtype: torch.dtype) -> None:
     assert not isinstance(ours.head.bias, torch.nn.Parameter)  # fixed: loaded and saved, not trained
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=10)
 def test_any_config(data: st.DataObject) -> None:
@@ -121,6 +123,7 @@ def test_padding_on_the_left(tmp_path: Path) -> None:
         assert_near(logits[row, target[row]], theirs(**alone).logits[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["opus-mt", "two embeddings and a head"])
 def test_greedy(variant: str) -> None:
     real = sides(3, 13)["right"]
@@ -188,6 +191,7 @@ def test_refused_fields(field: str, value: object, words: str, tmp_path: Path) -
     assert words in refusal(saved(marian(), tmp_path, **{field: value}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

@@ -61,6 +61,7 @@ def exported(ours: Any, folder: Path, *, within: float = FP32) -> Any:
     return theirs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("halves", [False, True], ids=["alternating", "halves"])
 def test_export(halves: bool, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -68,6 +69,7 @@ def test_export(halves: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     exported(ours, tmp_path, within=FP32 if dtype == torch.float32 else FP64)
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=10)
 def test_any_config_that_marian_can_express(data: st.DataObject) -> None:
@@ -119,6 +121,7 @@ def test_padding(tmp_path: Path) -> None:
     assert_near(ours(SOURCE, TARGET, source, target_mask=target)[target], masked[target])
 
 
+@pytest.mark.slow
 def test_greedy(tmp_path: Path) -> None:
     ours = original(source_vocab_size=53, tie_embeddings=False)
     for seed in range(30):
@@ -145,6 +148,7 @@ def test_without_special_tokens(tmp_path: Path) -> None:
     ) * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

@@ -94,6 +94,7 @@ def exact_norm() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_there_and_back(variant: str) -> None:
     ours = there_and_back(t5(**VARIANTS[variant]), run_theirs, run_ours)
@@ -101,6 +102,7 @@ def test_there_and_back(variant: str) -> None:
     assert ours.config.head_scale == (variant in ("1.0", "exact gelu", "scaled but untied"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [V10, V11], ids=["1.0", "1.1"])
 def test_in_float64(fields: dict[str, Any]) -> None:
     theirs = t5(dtype=torch.float64, **fields)
@@ -109,6 +111,7 @@ def test_in_float64(fields: dict[str, Any]) -> None:
         there_and_back(theirs, run_theirs, run_ours, within=FP64)
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=10)
 def test_any_config(data: st.DataObject) -> None:
@@ -136,6 +139,7 @@ def test_gated_exact_gelu() -> None:
     assert (ours.config.feedforward, ours.config.gated) == ("gelu", True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padding(side: str) -> None:
     source, target = sides(3, 13)[side], sides(3, 11)[side]
@@ -147,6 +151,7 @@ def test_padding(side: str) -> None:
     there_and_back(t5(**V11), theirs, lambda m: m(SOURCE, TARGET, source, target_mask=target)[target])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [V10, V11], ids=["1.0", "1.1"])
 def test_greedy(fields: dict[str, Any]) -> None:
     real = sides(3, 13)["left"]
@@ -217,6 +222,7 @@ def test_refused_fields(field: str, value: object, words: str, tmp_path: Path) -
     assert words in refusal(saved(t5(), tmp_path, **{"dense_act_fn": None, field: value}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

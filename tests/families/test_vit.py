@@ -61,6 +61,7 @@ def configs(draw: st.DrawFn) -> ViTConfig:
     return ViTConfig(**SIZES | drawn)
 
 
+@pytest.mark.slow
 @given(kind=st.sampled_from(list(ENDS)), config=configs(), seed=st.integers(0, 9))
 @settings(max_examples=15)
 def test_any_vit(kind: type[Any], config: ViTConfig, seed: int) -> None:
@@ -84,6 +85,7 @@ def test_the_pooler(tmp_path: Path) -> None:
     assert_near(ours.pooled(ours(x)), theirs(x).pooler_output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ENDS)
 @pytest.mark.parametrize("size", [5, 10, 25, 40])
 @torch.no_grad()

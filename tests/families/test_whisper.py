@@ -60,6 +60,7 @@ def run_ours(model: Any, **inputs: Any) -> Tensor:
     return model(SOUND.to(model.tokens.weight.dtype)[:, : model.config.n_mels], TARGET, **inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_there_and_back(variant: str, dtype: torch.dtype) -> None:
@@ -68,6 +69,7 @@ def test_there_and_back(variant: str, dtype: torch.dtype) -> None:
     assert ours.config.tie_embeddings == (variant != "untied")
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=10)
 def test_any_config(data: st.DataObject) -> None:
@@ -87,6 +89,7 @@ def test_any_config(data: st.DataObject) -> None:
     there_and_back(theirs, run_theirs, run_ours, within=FP64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padded_text(side: str) -> None:
     """transformers never pads sound: it must have the encoder's length."""
@@ -95,6 +98,7 @@ def test_padded_text(side: str) -> None:
     there_and_back(whisper(), lambda m: run_theirs(m, **masks)[real], lambda m: run_ours(m, target_mask=real)[real])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forced", [None, [[1, 7], [2, 11]]], ids=["free", "forced"])
 def test_greedy(forced: list[list[int]] | None) -> None:
     def make(seed: int) -> Any:
@@ -153,6 +157,7 @@ def test_refused_fields(field: str, value: object, words: str, tmp_path: Path) -
     assert words in refusal(saved(whisper(), tmp_path, **{field: value}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

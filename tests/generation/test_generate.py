@@ -29,6 +29,7 @@ GREEDY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", GREEDY)
 @pytest.mark.parametrize("name", DECODERS)
 def test_greedy_as_transformers(name: str, option: str) -> None:
@@ -44,6 +45,7 @@ def test_greedy_as_transformers(name: str, option: str) -> None:
     assert len(lengths) > 2  # some ended early, and not all alike
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -75,6 +77,7 @@ def assert_same(found: list[Hypothesis], expected: list[Hypothesis]) -> None:
     assert [one.score for one in found] == pytest.approx([one.score for one in expected], abs=1e-9)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "alibi"])
 def test_cached_is_uncached(name: str) -> None:

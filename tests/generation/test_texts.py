@@ -205,6 +205,7 @@ def test_a_closed_iterator_cancels() -> None:
     assert engine.allocator.n_available == engine.allocator.n_blocks - 1
 
 
+@pytest.mark.slow
 def test_tickets_come_in_order_and_are_asked_for_lazily() -> None:
     model, tokenizer = made()
     prompts = [tokenizer.encode("the cat " * (1 + at % 5)) for at in range(61)]

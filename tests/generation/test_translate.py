@@ -33,6 +33,7 @@ SEARCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", SEARCHES)
 @pytest.mark.parametrize("name", TRANSLATORS)
 def test_as_transformers(name: str, option: str) -> None:
@@ -66,6 +67,7 @@ def test_forced_tokens_as_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
             assert text[0] == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "beams"), [("t5", 3), ("original", 1), ("original", 3)])
 def test_batched_is_single(name: str, beams: int) -> None:
     """In one batch, in several, and one by one, in any order; each source with its own limit."""
@@ -85,6 +87,7 @@ def assert_same(found: list[list[Hypothesis]], expected: list[list[Hypothesis]])
         assert [one.score for one in some] == pytest.approx([one.score for one in others], abs=1e-9)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["t5", "original"])
 def test_scores_are_of_the_whole_text(name: str) -> None:
@@ -128,6 +131,7 @@ def translator(name: str, **changes: Any) -> EncoderDecoder:
     return model
 
 
+@pytest.mark.slow
 def test_limits() -> None:
     """Two tokens a token of the source and 20, at most the model's max_len; and beams=1 needs no more than that."""
     model = translator("original", max_len=31)

@@ -44,6 +44,7 @@ def right(model: Model, args: tuple[Tensor, ...], some: bool = True) -> Tensor:
     return targets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in EVERY if tiny(name).config.head != "none"])
 # float32: sums in another order at 1e-7 each, grown by two layers of order 1
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
@@ -56,6 +57,7 @@ def test_all_at_once_is_one_by_one(name: str, dtype: torch.dtype, within: float)
     assert ours.n_targets == (3 if model.config.head == "classes" else 31)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "bert-mlm", "bert-classes", "t5", "marian"])
 def test_with_padding(name: str) -> None:
     model = tiny(name)
@@ -67,6 +69,7 @@ def test_with_padding(name: str) -> None:
     assert_same(sweep(model, *args, targets=targets, mask=real), one_by_one(model, targets, args, mask=real), 1e-9)
 
 
+@pytest.mark.slow
 def test_with_the_targets_padding_and_a_window_of_memory() -> None:
     model = tiny("marian")
     args, options = inputs(model.config), dict(target_mask=torch.arange(11) < torch.tensor([[11], [5], [7]]))

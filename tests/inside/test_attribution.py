@@ -22,6 +22,7 @@ from clearhead.quantization.integer import quantize
 from tests.inside.models import SCORED, SUMS, TOKENS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SUMS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_parts_sum_to_the_logit(name: str, dtype: torch.dtype) -> None:
@@ -100,6 +101,7 @@ def test_what_is_no_sum_is_refused() -> None:
         logit_attribution(model, *inputs(model.config), tokens=torch.full((3, 11), 53))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCORED)
 def test_saliency_is_the_slope_as_embeddings_grow(name: str) -> None:
     """Gradient times input is the derivative of f(x (1 + e)) at e = 0, for each token alone; here by finite differences."""

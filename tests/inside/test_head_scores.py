@@ -123,6 +123,7 @@ def test_padding_does_not_count(name: str) -> None:
             assert getattr(beside, field) == pytest.approx(getattr(alone, field), abs=1e-9), field
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_every_family_has_scores(name: str) -> None:
     model = tiny(name)

@@ -50,6 +50,7 @@ def hooks(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_a_head_without_its_columns_of_the_output_projection(name: str) -> None:
     """Every attention of every family, grouped heads and cross-attention included."""
@@ -110,6 +111,7 @@ def test_a_steering_vector() -> None:
     assert_same(changed(model, add("embedding", vector)), plain(by_hand))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_patching_everything_reproduces_the_run(name: str) -> None:
     model = tiny(name)
@@ -122,6 +124,7 @@ def test_patching_everything_reproduces_the_run(name: str) -> None:
     assert torch.equal(changed(model, *(patch(site, seen[site]) for site in first)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_patching_with_itself_changes_nothing(name: str, dtype: torch.dtype) -> None:
@@ -194,6 +197,7 @@ def test_positions_leave_padding_out() -> None:
             assert_same(out[row][real[row]], alone[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "alibi", "t5", "whisper"])
 def test_a_cache_changes_nothing(name: str) -> None:
     """In parts with a cache as in one call: positions include cached tokens, and a longer value is indexed by position."""
@@ -250,6 +254,7 @@ def test_gradients_flow_through_a_patch() -> None:
     assert not model.blocks[0].attention.o_proj.weight.grad.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "marian"])
 @pytest.mark.parametrize("site", ["blocks.1.attention.out", "blocks.1.attention.v"])
 def test_through_the_engine(name: str, site: str) -> None:

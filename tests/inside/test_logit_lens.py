@@ -18,6 +18,7 @@ from clearhead.inside import (
 from tests.inside.models import FP32, SCORED, TOKENS, gpt2s, of_transformers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCORED)
 def test_the_lens_ends_in_the_logits(name: str) -> None:
     model = tiny(name)

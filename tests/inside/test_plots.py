@@ -89,6 +89,7 @@ def assert_readable(figure: PlotFigure) -> list[str]:
 # Figures.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 40), (2, 3), (27, 27), (60, 9), (1000, 1000), (3, 1000)])
 def test_maps_are_readable_at_any_size(T: int, S: int) -> None:
     for figure in (plot_map(shares(T, S), words(T), words(S)), plot_alignment(shares(T, S), words(T), words(S))):
@@ -141,6 +142,7 @@ def test_names_that_do_not_fit_are_refused() -> None:
         plot_alignment(shares(4, 4), words(4), words(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", [None, 1])
 def test_what_a_probe_saw(head: int | None) -> None:
     model = tiny("original")
@@ -271,6 +273,7 @@ def test_figures_are_saved_and_shown(tmp_path: Path) -> None:
     assert figure._repr_png_().startswith(b"\x89PNG")  # for notebooks
 
 
+@pytest.mark.slow
 def test_without_matplotlib_the_extra_is_named() -> None:
     code = """
 import sys

@@ -170,6 +170,7 @@ def test_scores_are_what_the_softmax_takes() -> None:
         assert_same(hidden.softmax(-1), seen["blocks.0.attention.weights"])
 
 
+@pytest.mark.slow
 def test_shapes_are_as_declared() -> None:
     for name in EVERY:
         model = tiny(name)
@@ -186,6 +187,7 @@ def test_shapes_are_as_declared() -> None:
             assert tuple(seen[site].shape) == tuple(sizes[letter] for letter in shape[1:-1].split(", ")), site
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_some_heads_and_rows_are_a_part_of_all(name: str) -> None:
     """Chosen when they are read, or already in the probe."""
@@ -215,6 +217,7 @@ def test_some_heads_and_rows_are_a_part_of_all(name: str) -> None:
                 assert_same(few.rows(site, -1, head=H - 1), expected[:, -1:, -1:], within=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in EVERY if tiny(name).config.inputs != "patches"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_the_explicit_kernel_computes_with_these_weights(name: str, side: str) -> None:
@@ -268,6 +271,7 @@ class Most(torch.utils._python_dispatch.TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "n_layers"), [("gpt2", 12), ("alibi", 2)])
 def test_one_row_of_one_head_at_32768_tokens(name: str, n_layers: int) -> None:
     """One row of one head of every layer: only that head's keys are kept, and only rows are computed, no T x T tensor."""
@@ -299,6 +303,7 @@ def test_hidden_and_residual() -> None:
     assert_same(model.project(model.norm(seen["blocks.1.residual"])), model(tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_looking_changes_nothing_and_sees_every_site(name: str) -> None:
     model = tiny(name)
@@ -485,6 +490,7 @@ def test_heads_that_were_not_kept_or_are_not_there() -> None:
         model(*inputs(model.config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "alibi", "mistral", "t5", "marian"])
 def test_during_generation(name: str) -> None:
     """Keys in an engine's blocks: the row of the last generated token equals that of a call with the whole text."""

@@ -57,6 +57,7 @@ def expected(answer: Any) -> dict[str, Tensor]:
     return {name.format(i): weights for name, layers in given.items() for i, weights in enumerate(layers)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_weights_of_every_family(name: str, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def ablated(model: Model, heads: dict[str, list[int]]):
     return intervene(model, *(zero(f"{place}.out", head=numbers) for place, numbers in heads.items()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 @torch.no_grad()
 def test_pruned_is_ablated(name: str, tmp_path: Path) -> None:
@@ -72,6 +73,7 @@ def test_with_a_cache(name: str) -> None:
     assert {layer.k.shape[1] for layer in cache.layers} != {model.config.n_kv_heads}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "alibi", "marian", "t5"])
 def test_through_the_engine(name: str) -> None:
     model = tiny(name, dtype=torch.float32, max_len=64)

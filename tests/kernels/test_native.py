@@ -200,6 +200,7 @@ for kind in ("int8", "int4"):
 """
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these are its processors")
 @pytest.mark.parametrize("lacks", ["-mno-avx512f", "-mno-avx"])
@@ -225,6 +226,7 @@ print(native.why_not())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
@@ -243,6 +245,7 @@ def test_without(settings: dict[str, str], reason: str, tmp_path: Path) -> None:
     assert re.search(reason, done.stdout), done.stdout
 
 
+@pytest.mark.slow
 @needs_native
 def test_a_changed_header_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLEARHEAD_CACHE", str(tmp_path))
@@ -256,6 +259,7 @@ def test_a_changed_header_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.M
     assert native._compiled() != before  # pyright: ignore[reportPrivateUsage]
 
 
+@pytest.mark.slow
 @needs_native
 def test_two_processes_compile_at_once(tmp_path: Path) -> None:
     env = {**os.environ, "CLEARHEAD_CACHE": str(tmp_path / "deep" / "cache")}

@@ -55,6 +55,7 @@ def test_shapes_are_checked_in_this_run() -> None:
         attend(q, k, v[:, :, 1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("n_kv_heads", [H, K, 1])
 @pytest.mark.parametrize("name", MASKS)
@@ -65,6 +66,7 @@ def test_kernels_are_the_equation(kernel: str, n_kv_heads: int, name: str) -> No
     torch.testing.assert_close(attend(q, k, v, facts.mask(), kernel=kernel), expected, **TIGHT)
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(
     facts=drawn.facts(2, S),

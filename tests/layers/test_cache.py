@@ -67,6 +67,7 @@ reals = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(parts=pieces, width=st.integers(0, LENGTH + 2), real=reals)
 @example(parts=cut([1] * LENGTH), width=0, real=None)

@@ -114,6 +114,7 @@ def test_interleaved_pairs_turn_as_complex_numbers() -> None:
     torch.testing.assert_close(ours, torch.view_as_real(turned).flatten(-2), rtol=0, atol=4e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interleaved", [False, True])
 @given(i=st.integers(0, 97), j=st.integers(0, 97), shift=st.integers(1, 101))
 def test_scores_see_only_the_distance(interleaved: bool, i: int, j: int, shift: int) -> None:

@@ -85,6 +85,7 @@ def check_against_explicit(qkv: list[Tensor], mask: Mask, bias: Bias | None) -> 
         torch.testing.assert_close(attend(*qkv, mask, bias=bias, kernel="fused"), expected, **TIGHT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["none", "alibi", "t5", "written"])
 @pytest.mark.parametrize("name", MASKS)
 def test_strips_change_nothing(strips: list[slice], name: str, kind: str) -> None:
@@ -179,6 +180,7 @@ LONG: dict[str, Callable[[int], Mask]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("name", LONG)
 def test_no_pair_of_tokens_costs_a_byte(monkeypatch: pytest.MonkeyPatch, name: str, backward: bool) -> None:

@@ -53,6 +53,7 @@ def test_a_model_has_torchs_default_precision() -> None:
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("init", RANDOM)
 @pytest.mark.parametrize("residual", ["same", "scaled", "zero"])
@@ -64,6 +65,7 @@ def test_nothing_is_left_unfilled(name: str, init: str, residual: str) -> None:
     assert run(model, *inputs(model.config)).isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_every_family_runs_on_the_meta_device(name: str) -> None:
     config = tiny_config(name)
@@ -75,6 +77,7 @@ def test_every_family_runs_on_the_meta_device(name: str) -> None:
     assert out.shape == run(here, *batch).shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_a_meta_model_becomes_a_real_one_by_loading(name: str) -> None:
     """Which parameters are trained is part of the model, not of how its numbers came to be."""
@@ -88,6 +91,7 @@ def test_a_meta_model_becomes_a_real_one_by_loading(name: str) -> None:
     }
 
 
+@pytest.mark.slow
 def test_gpt3_costs_no_memory() -> None:
     model = ch.build(ch.preset("gpt3-175b"), device="meta")
     assert sum(p.numel() for p in model.parameters()) == 174_604_259_328

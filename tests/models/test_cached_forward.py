@@ -70,6 +70,7 @@ def assert_cache_changes_nothing(
     assert cache.length == LENGTH
 
 
+@pytest.mark.slow
 @given(
     drawn=fields(shapes=("decoder", "encoder-decoder")),
     sizes=pieces(LENGTH),
@@ -84,6 +85,7 @@ def test_cached_is_whole(drawn: Fields, sizes: list[int], real: Tensor | None, s
     assert model.new_cache(batch=3, max_len=LENGTH).layers[0].k.shape[2] == width
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITERS)
 @pytest.mark.parametrize("sizes", [[1] * LENGTH, [LENGTH], [2, 7, 1, 1]], ids=str)
 def test_cached_is_whole_in_every_family(name: str, sizes: list[int]) -> None:

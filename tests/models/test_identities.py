@@ -23,6 +23,7 @@ def with_field(config: ch.Config, **changes: object) -> ch.Config:
     return ch.Config.from_dict(config.to_dict() | changes)
 
 
+@pytest.mark.slow
 @given(drawn=fields())
 @settings(max_examples=40)
 def test_fused_is_explicit(drawn: Fields) -> None:
@@ -31,6 +32,7 @@ def test_fused_is_explicit(drawn: Fields) -> None:
     assert_same(run(fused, *inputs(config)), run(explicit, *inputs(config)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_fused_is_explicit_and_so_are_its_gradients(name: str) -> None:
     fused, explicit = (tiny(name, kernel=kernel) for kernel in ("fused", "explicit"))
@@ -42,6 +44,7 @@ def test_fused_is_explicit_and_so_are_its_gradients(name: str) -> None:
             assert_same(ours.grad, theirs[1].grad)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("uncompiled_flex")
 @given(drawn=fields(), real=masks(3, 11))
 @settings(max_examples=25)
@@ -54,6 +57,7 @@ def test_flex_is_explicit(drawn: Fields, real: Tensor) -> None:
     assert_same(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("uncompiled_flex")
 @pytest.mark.parametrize("name", EVERY)
 def test_flex_is_explicit_in_every_family(name: str) -> None:
@@ -62,6 +66,7 @@ def test_flex_is_explicit_in_every_family(name: str) -> None:
         assert_same(run(flex, *inputs(flex.config)), run(explicit, *inputs(flex.config)))
 
 
+@pytest.mark.slow
 @given(drawn=fields(shapes=("decoder", "encoder-decoder")))
 @settings(max_examples=40)
 def test_no_future_token_changes_a_past_logit(drawn: Fields) -> None:
@@ -69,6 +74,7 @@ def test_no_future_token_changes_a_past_logit(drawn: Fields) -> None:
     assert_no_leak(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITERS)
 @pytest.mark.parametrize("kernel", ["fused", "explicit"])
 def test_no_future_token_changes_a_past_logit_in_any_family(name: str, kernel: str) -> None:
@@ -110,6 +116,7 @@ def test_a_window_reaches_as_far_as_it_says(window: int) -> None:
         assert changed.nonzero().flatten().tolist() == list(reach)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_checkpointing_is_plain(name: str) -> None:
     plain, checkpointed = tiny(name), tiny(name)
@@ -167,6 +174,7 @@ def test_dropout_falls_in_training_only() -> None:
 PRECISIONS = {torch.bfloat16: 0.1, torch.float16: 0.0125, torch.float32: 3e-6}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 def test_every_family_runs_in_every_precision(name: str, dtype: torch.dtype) -> None:
@@ -214,6 +222,7 @@ def test_gradients_reach_every_parameter(name: str) -> None:
     assert silent == unreached(name)
 
 
+@pytest.mark.slow
 @given(drawn=fields())
 @settings(max_examples=30)
 def test_gradients_reach_every_parameter_of_any_config(drawn: Fields) -> None:

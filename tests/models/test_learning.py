@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,6 +29,7 @@ def overfit(model: Model, batch: tuple[Tensor, ...], targets: Tensor, *, steps: 
 LEARNT = 0.02
 
 
+@pytest.mark.slow
 def test_a_decoder_learns_a_batch() -> None:
     for name in ("gpt2", "llama"):
         model = ch.build(tiny_config(name, n_layers=2, d_model=34, d_ff=67))
@@ -41,6 +43,7 @@ def test_an_encoder_learns_pictures() -> None:
     assert overfit(model, (pictures,), torch.arange(7), steps=60, lr=1e-2) < LEARNT
 
 
+@pytest.mark.slow
 def test_an_encoder_learns_the_words_under_a_mask() -> None:
     model = ch.build(tiny_config("bert-mlm"))
     (tokens,) = inputs(model.config)
@@ -49,6 +52,7 @@ def test_an_encoder_learns_the_words_under_a_mask() -> None:
     assert overfit(model, (hidden,), tokens, steps=80, lr=1e-2) < LEARNT
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_learns_pairs() -> None:
     for name in ("original", "t5"):
         model = ch.build(tiny_config(name))
@@ -56,6 +60,7 @@ def test_an_encoder_decoder_learns_pairs() -> None:
         assert overfit(model, (source, target[:, :-1]), target[:, 1:], steps=120, lr=1e-2) < LEARNT
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_needs_its_source() -> None:
     """The same first token, another source, another answer: only cross-attention can tell them apart."""
     model = ch.build(tiny_config("original"))

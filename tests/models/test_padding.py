@@ -50,6 +50,7 @@ def assert_padding_changes_nothing(model: Model, reals: tuple[Tensor, ...]) -> N
         assert_same(ours, alone[0])
 
 
+@pytest.mark.slow
 @given(drawn=fields(only_tokens=True), real=masks(3, 11), source_real=masks(3, 7))
 @settings(max_examples=40)
 def test_padding_changes_nothing(drawn: Fields, real: Tensor, source_real: Tensor) -> None:
@@ -58,6 +59,7 @@ def test_padding_changes_nothing(drawn: Fields, real: Tensor, source_real: Tenso
     assert_padding_changes_nothing(built(config), reals)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OVER_TOKENS)
 @pytest.mark.parametrize("side", ["left", "right", "holes"])
 def test_ragged_rows_are_each_row_alone(name: str, side: str) -> None:
@@ -122,6 +124,7 @@ def test_patches_can_be_masked_too() -> None:
     assert not torch.allclose(run(model, pictures), run(model, other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_a_row_does_not_know_its_neighbours(name: str) -> None:
     model = tiny(name)
@@ -131,6 +134,7 @@ def test_a_row_does_not_know_its_neighbours(name: str) -> None:
         assert_same(run(model, *(x[b : b + 1] for x in batch)), together[b : b + 1])
 
 
+@pytest.mark.slow
 @given(
     drawn=fields(shapes=("decoder", "encoder"), only_tokens=True, head="auto", dropped_token=-1),
     cuts=st.sets(st.integers(1, 12), max_size=3),

@@ -226,6 +226,7 @@ def test_what_is_refused() -> None:
         layer(torch.randn(2, 96, requires_grad=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.005), ("int4", 0.04)])
 @torch.no_grad()
 def test_smollm2_perplexity(kind: str, most: float) -> None:

@@ -222,6 +222,7 @@ def obeys(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> bool:
     return all(checks[word](content) for word, content in schema.items())
 
 
+@pytest.mark.slow
 def test_json_obeys_its_schema(tokenizer: Tokenizer) -> None:
     given = Grammar.json_schema(PERSON, tokenizer), Grammar.json_schema(json.dumps(PERSON), tokenizer)
     for seed in range(12):
@@ -230,6 +231,7 @@ def test_json_obeys_its_schema(tokenizer: Tokenizer) -> None:
         assert not re.search(r"\s{65}", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schema", [True, {}, "true", "{}"])
 def test_any_json(tokenizer: Tokenizer, schema: Any) -> None:
     grammar = Grammar.json_schema(schema, tokenizer)

@@ -266,6 +266,7 @@ def test_the_end_is_told_after_an_echo(address: str, gpt: Any, tokenizer: ch.Tok
     assert choice["logprobs"]["token_logprobs"][-1] == pytest.approx(float(expected), abs=CLOSE)
 
 
+@pytest.mark.slow
 def test_nothing_asked(address: str) -> None:
     said = httpx.post(f"{address}/v1/completions", json={**ASK, "max_tokens": 0}, timeout=60)
     assert said.status_code == 400

@@ -123,6 +123,7 @@ def test_what_is_wrong_is_said(address: str, name: str, body: bytes, words: str)
     assert words in json.loads(answer)["error"]["message"]
 
 
+@pytest.mark.slow
 def test_with_keys_the_page_is_open_and_its_answers_are_not(places: dict[str, Path]) -> None:
     with served(str(places["gpt"]), env={"CLEARHEAD_API_KEYS": "k1"}) as (url, _):
         with urllib.request.urlopen(f"{url}/page/main.js") as answer:

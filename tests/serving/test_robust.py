@@ -218,6 +218,7 @@ def arrive(url: str) -> int:
         return 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grace", [20.0, 0.0])
 def test_told_to_end_under_load(places: dict[str, Path], grace: float) -> None:
     """Accepted requests are answered: with enough time in full, else with an error or a 503. Later ones are refused."""

@@ -335,6 +335,7 @@ def test_a_million_wrong_items_are_one_error(route: str, body: dict[str, Any]) -
     assert time.process_time() - began < 1  # it was 29 s, in the event loop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("route", "body", "words"),
     [
@@ -383,6 +384,7 @@ def test_metrics_and_health(address: str) -> None:
     assert 'clearhead_kv_share{model="gpt"} 0.0' in told
 
 
+@pytest.mark.slow
 def test_who_may_ask(places: dict[str, Path]) -> None:
     with served(str(places["gpt"]), env={"CLEARHEAD_API_KEYS": "one, two"}) as (url, _):
         assert httpx.get(f"{url}/v1/models").status_code == 401

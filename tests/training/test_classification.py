@@ -192,6 +192,7 @@ def test_a_picture_varies_only_by_seed_step_and_row(tmp_path: Path):
     assert not torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shift", "flip"), [(0, False), (2, False), (0, True), (3, True)])
 def test_a_picture_is_moved_and_mirrored(tmp_path: Path, shift: int, flip: bool):
     """Every augmentation occurs, and over many steps each about equally often."""

@@ -191,6 +191,7 @@ def test_show_recipe(clearhead: Clearhead, tmp_path: Path) -> None:
     assert_trained(clearhead("train", "mine.toml", "--out", "x", tiny=False), Path("x"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -272,6 +273,7 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_lines_are_named_and_a_flag_decides(kind: str, clearhead: Clearhead, tmp_path: Path) -> None:
     content, message, flag, said = BAD[kind]

@@ -31,6 +31,7 @@ from training.tiny_runs import Watching, make_recipe, metrics, read_checkpoint, 
 TASKS = ["language", "mask", "translate", "classify", "pictures"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_a_run_leaves_a_folder_that_everything_takes(task: str, tmp_path: Path) -> None:
     recipe = make_recipe(task, tmp_path)
@@ -88,6 +89,7 @@ def test_a_narrow_stream_is_handed_on(norm: str) -> None:
     assert {seen[site].dtype for site in seen} == {torch.float32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_a_run_learns(task: str, tmp_path: Path) -> None:
     recipe = make_recipe(
@@ -314,6 +316,7 @@ def test_the_mean_of_checkpoints_is_counted(average: int, said: str, tmp_path: P
     assert not any(note.startswith("stopped") for note in show.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["best", "last"])
 def test_which_weights_are_the_result(keep: str, tmp_path: Path) -> None:
     """With a far too high learning rate the loss jumps, and the best step is not the last."""
@@ -336,6 +339,7 @@ def test_a_device_that_is_not_there(tmp_path: Path) -> None:
         train(make_recipe("language", tmp_path, device="quantum"), tmp_path / "x")
 
 
+@pytest.mark.slow
 def test_lora_merges_what_it_learnt(tmp_path: Path) -> None:
     """The merged result has the held-out loss that the run measured with LoRA."""
     base = train(make_recipe("language", tmp_path), tmp_path / "base").folder

@@ -61,6 +61,7 @@ def test_how_many_numbers_learn():
     assert count == 3 * sum(sum(p.shape) for n, p in tiny("llama").named_parameters() if "blocks." in n and p.ndim == 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LORA)
 def test_lora_is_merged_on_export(name: str, tmp_path: Path):
     base, model = with_lora(name)

@@ -25,6 +25,7 @@ texts = st.text(st.characters(exclude_categories=("Cs",)))
 numbers = st.floats(0, 1e30, allow_nan=False).filter(lambda x: x > 0)
 
 
+@pytest.mark.slow
 @given(st.lists(texts), texts, numbers, st.floats(0, 1, exclude_max=True), st.booleans(), st.integers(0, 2**63 - 1))
 @example(
     ['"', "'''", '"""', "\\", "\x00\x1b\x7f\x85\u2028", "a\r\nb", "naïve 日本 🙂", "#", "="],

@@ -71,6 +71,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("task", ["language", "mask", "translate", "classify", "pictures"])
 def test_stopped_and_resumed_is_left_alone(task: str, change: str, tmp_path: Path) -> None:
@@ -95,6 +96,7 @@ def test_checkpoints_between_two_logged_steps_lose_no_loss(tmp_path: Path) -> No
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "alone")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_lora_resumes(optimizer: str, base: Path, tmp_path: Path) -> None:
     recipe = make_recipe("language", tmp_path, start=base, lora_rank=2, optimizer=optimizer, tokenizer="chars")
@@ -134,6 +136,7 @@ def remove_state(checkpoint: Path) -> None:
     (checkpoint / "state.json").unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [damage_byte, damage_length, remove_tensors, damage_state, remove_state])
 def test_a_damaged_checkpoint_is_passed_over(damage: Callable[[Path], None], tmp_path: Path) -> None:
     recipe = make_recipe("translate", tmp_path, keep="last")

@@ -178,6 +178,7 @@ with run_lock(Path(sys.argv[1]), Processes(device=torch.device("cpu"))):
 """
 
 
+@pytest.mark.slow
 def test_a_folder_in_which_another_process_trains_is_refused(tmp_path: Path):
     recipe = make_recipe("language", tmp_path)
     out = train(recipe, tmp_path / "run", show=Watching(3)).folder

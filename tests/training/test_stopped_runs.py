@@ -23,6 +23,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(make_recipe("language", folder), folder / "run", show=Watching(4)).folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["language", "mask", "translate", "classify", "pictures"])
 def test_a_stopped_run_loads(task: str, tmp_path: Path) -> None:
     """Its weights are the checkpoint's; a run that is complete at this step has the same."""
@@ -66,6 +67,7 @@ def test_lora_without_its_frozen_weights_is_no_model(tmp_path: Path) -> None:
         ch.load(out)
 
 
+@pytest.mark.slow
 def test_commands_take_a_stopped_run_and_say_its_step(stopped: Path, tmp_path: Path) -> None:
     text = write_text(tmp_path)
     for arguments in (
