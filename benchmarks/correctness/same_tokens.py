@@ -43,6 +43,8 @@ ABOUT_A_PERSON = {
 def main() -> None:
     args = read_arguments()
     if args.compare:
+        if missing := [str(path) for path in args.compare if not path.is_file()]:
+            sys.exit(f"there is no file {', '.join(missing)}; make each with --out, by the version it is of")
         sys.exit(compare(*(json.loads(path.read_text()) for path in args.compare), args.only))
     import torch
 
