@@ -30,6 +30,7 @@ from clearhead.families import FAMILIES
 from clearhead.kernels import Packed
 from clearhead.models import Model, build
 from clearhead.quantization import float8
+from clearhead.quantization.model_weights import example_weight
 from clearhead.version import __version__
 
 SHARD_BYTES = 4 * 2**30
@@ -142,7 +143,7 @@ def _hugging_face(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
     whole = {**state, **added(config), **kept}
     named = {key if key.startswith(module.HEADS) else prefix + key: tensor for key, tensor in whole.items()}
     files = write_modules(theirs.pop("modules", []))
-    files["config.json"] = {**theirs, "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
+    files["config.json"] = {**theirs, "dtype": str(example_weight(model).dtype).removeprefix("torch.")}
     if config.shape != "encoder":
         files["generation_config.json"] = _write_generation(model.generation)
     return files, named

@@ -139,6 +139,8 @@ def _batches(model: Model, rows: list[Example]) -> list[AblationBatch]:
     """Examples of similar length together, padded on the right. There is a mask only where there is padding."""
     import torch
 
+    from clearhead.quantization.model_weights import example_weight
+
     rows = sorted(rows, key=lambda row: [len(part) for part in row[0]])
     groups: list[list[Example]] = []
     for row in rows:
@@ -147,7 +149,7 @@ def _batches(model: Model, rows: list[Example]) -> list[AblationBatch]:
             groups[-1].append(row)
         else:
             groups.append([row])
-    device = next(model.parameters()).device
+    device = example_weight(model).device
 
     def pad(parts: Sequence[list[int]], value: int) -> Tensor:
         width = max(map(len, parts))

@@ -43,6 +43,7 @@ def run(
 ) -> None:
     """Serve models over HTTP: /v1/completions, /v1/chat/completions, /v1/embeddings, /v1/translate, /v1/audio/transcriptions."""
     try:
+        from clearhead.quantization.model_weights import count_weights
         from clearhead.serving.app import make_app
         from clearhead.serving.guards import LOCAL, Limits
         from clearhead.serving.model_worker import load_worker
@@ -64,8 +65,7 @@ def run(
     host_names = (*(allow_host or []), *(() if host in (*LOCAL, "0.0.0.0", "::") else (host,)))
     app = make_app(workers, Limits(streams=streams, seconds=seconds, hosts=host_names, keys=api_keys))
     for each in workers.values():
-        n_parameters = sum(p.numel() for p in each.model.parameters())
-        typer.echo(f"{each.name}: {each.kind}, {n_parameters:,} parameters", err=True)
+        typer.echo(f"{each.name}: {each.kind}, {count_weights(each.model):,} parameters", err=True)
     run_app(app, workers.values(), grace, host=host, port=port)
 
 

@@ -38,6 +38,7 @@ from clearhead.engine.sequence import Sequence
 from clearhead.engine.transfer import HostCopy, to_device
 from clearhead.errors import InputError
 from clearhead.models import Decoder, EncoderDecoder
+from clearhead.quantization.model_weights import example_weight
 from clearhead.sampling.beam_search import BeamSearchParams
 from clearhead.sampling.logits_processors import LogitsProcessor
 
@@ -310,7 +311,7 @@ def make_runner(model: Decoder | EncoderDecoder, max_tokens: int | None, max_row
 
 def _count_blocks(model: Decoder | EncoderDecoder, max_rows: int) -> int:
     """As many blocks as the rows can use, or a share of the free memory holds."""
-    config, weight = model.config, next(model.parameters())
+    config, weight = model.config, example_weight(model)
     n_layers = config.n_layers if isinstance(model, Decoder) else config.n_decoder_layers
     n_bytes = 2 * BLOCK_SIZE * n_layers * config.n_kv_heads * config.d_head * weight.element_size()
     most = max_rows * -(-(config.max_len + config.max_source_len) // BLOCK_SIZE)

@@ -25,6 +25,7 @@ from clearhead.layers.masks import Mask
 from clearhead.layers.packing import packed_at
 from clearhead.models import Decoder, EncoderDecoder
 from clearhead.models.encoder_decoder import source_mask
+from clearhead.quantization.model_weights import example_weight
 from clearhead.sampling.token_ids import pad
 
 # Numbers of the residual stream. Up to here a GPU computes faster than the CPU starts its kernels, so that graphs pay.
@@ -38,7 +39,7 @@ class Prefill:
 
     def __init__(self, model: Writer, pool: Pool, max_rows: int, graphs: CudaGraphs | None) -> None:
         self.pool, self.block_size, self.max_rows, self.graphs = pool, pool.block, max_rows, graphs
-        weight = next(model.parameters())
+        weight = example_weight(model)
         self.device, self.dtype = weight.device, weight.dtype
         self.inputs: dict[tuple[int, int, int], Tensor] = {}  # the memory that graphs read from
         self.packs = (

@@ -28,6 +28,7 @@ from clearhead.engine.sequence import BlockIds, Sequence
 from clearhead.engine.transfer import to_device
 from clearhead.kernels.decode_step import Table
 from clearhead.models import Decoder, EncoderDecoder
+from clearhead.quantization.model_weights import example_weight
 from clearhead.sampling.beam_search import BeamSearchParams, extend_on_device, top_log_probs
 
 
@@ -59,7 +60,7 @@ class ModelRunner:
     ) -> None:
         self._model = weakref.ref(model)
         self.n_blocks, self.block_size, self.max_rows, self.n = n_blocks, block_size, max_rows, 0
-        config, weight = model.config, next(model.parameters())
+        config, weight = model.config, example_weight(model)
         self.device, dtype = weight.device, cache_dtype(weight)
         stack = model if isinstance(model, Decoder) else model.decoder
         self.pool = Pool(

@@ -21,7 +21,8 @@ standalone_page.py      the page's files as one HTML file with its answers
 page_export.py          such a file for a model and a text
 notebook.py             such a file for what a probe saw: `Seen.show`
 
-May import: errors, config, layers, models, families, checkpoint, costs, inside, sampling, engine, generation, training, data.
+May import: errors, config, layers, models, quantization, families, checkpoint, costs, inside, sampling, engine, generation,
+training, data.
 """
 
 from clearhead.explorer.explorer import Explorer

@@ -20,6 +20,7 @@ from clearhead.explorer.forward_passes import ForwardPasses
 from clearhead.explorer.model_inputs import MAX_TOKENS
 from clearhead.explorer.wire_format import pack
 from clearhead.inside.sites import eval_mode
+from clearhead.quantization.model_weights import example_weight
 
 MAX_LENGTH = 2**24  # tokens, of a forecast
 MAX_SIZES = {"n_layers": 1024, "d_model": 2**17, "n_heads": 1024, "d_ff": 2**20}
@@ -122,7 +123,7 @@ def measure(passes: ForwardPasses, fields: Fields) -> bytes:
         for length in lengths:
             source = length if config.shape == "encoder-decoder" and config.inputs == "tokens" else None
             inputs = make_inputs(config, 1, check_lengths(config, length, source), str(passes.inputs.device))
-            like = next(passes.model.parameters()).dtype
+            like = example_weight(passes.model).dtype
             inputs = tuple(x.to(like) if x.is_floating_point() else x for x in inputs)
             seconds.append(min(_time(passes, inputs) for _ in range(3)))
     return pack({"lengths": lengths}, seconds=np.array(seconds, dtype=np.float32))

@@ -31,6 +31,7 @@ from clearhead.explorer.wire_format import pack
 from clearhead.inside.ablation_sweep import n_heads_of
 from clearhead.layers.embedding import TokenEmbedding
 from clearhead.models import Decoder, EncoderDecoder, Model
+from clearhead.quantization.model_weights import count_weights
 from clearhead.version import __version__
 
 Work = Generator[None, None, bytes]  # a long computation in steps; it returns the answer
@@ -105,7 +106,7 @@ class Explorer:
             "shape": config.shape.replace("-", "_"),
             "inputs": config.inputs,
             "head": None if config.head == "none" else config.head,
-            "n_params": sum(p.numel() for p in model.parameters()),
+            "n_params": count_weights(model),
             "max_len": config.max_len,
             "limit": self.inputs.limit,
             "attentions": [

@@ -26,6 +26,7 @@ from clearhead.explorer.samples import SAMPLES, draw_shape, sample_sound
 from clearhead.generation.texts import piece_name
 from clearhead.generation.transcription import Scribe, find_tokenizer
 from clearhead.models import EncoderDecoder, Model
+from clearhead.quantization.model_weights import example_weight
 
 MAX_TOKENS = 2048  # in a run, even if the model could read more
 MAX_UPLOADS = 16  # pictures or sounds in memory
@@ -95,7 +96,7 @@ class Inputs:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return example_weight(self.model).device
 
     def name(self, id: int) -> str:
         """A token as the page shows it."""
@@ -157,7 +158,7 @@ class Inputs:
         c, prepare = self.config, self._preparation
         x = torch.from_numpy(pixels).float() * prepare.scale
         mean, std = (torch.tensor(values)[:, None, None] for values in (prepare.mean, prepare.std))
-        like = next(self.model.parameters())
+        like = example_weight(self.model)
         tensor = ((x - mean) / std)[None].to(like)
         side = c.image_size // c.patch_size
         names = ["[CLS]", *(f"{row},{column}" for row in range(side) for column in range(side))]
@@ -203,7 +204,7 @@ class Inputs:
         request = Scribe(self.model, self.tokenizer, None, "transcribe").ask(frames, 1)
         names = [f"{2 * HOP * at / RATE:.2f} s" for at in range(c.max_source_len)]
         strip = Strip(names, list(range(len(names))), "frames")
-        like = next(self.model.parameters())
+        like = example_weight(self.model)
         return Source(frames[None].to(like), strip, request=request, spectrogram=frames.numpy())
 
     def take_sound(self, data: bytes) -> str:

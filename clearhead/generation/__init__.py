@@ -8,7 +8,7 @@ traces.py         a beam search as a document and as a picture: why each text wa
 engines.py        engines for these calls: large enough, and reused where that pays
 
 `Engine`, `Request` and what they use are in engine/ and sampling/; users import them from here.
-May import: errors, config, kernels, layers, models, families, checkpoint, costs, inside, sampling, engine, data.
+May import: errors, config, kernels, layers, models, quantization, families, checkpoint, costs, inside, sampling, engine, data.
 """
 
 from clearhead.engine.engine import Engine

@@ -23,6 +23,7 @@ from clearhead.kernels.onednn import laid_out
 from clearhead.layers.packing import packed
 from clearhead.models import Encoder
 from clearhead.models.encoder import Pooling
+from clearhead.quantization.model_weights import example_weight
 from clearhead.sampling.token_ids import pad
 
 PoolingKind = Literal["model", "mean", "first"]
@@ -64,7 +65,7 @@ def embed_ids(
 ) -> Float[np.ndarray, "n D"]:
     """`embed` for texts that are already ids: each has at least one, and at most the model's max_len."""
     is_packed = packs(model)
-    on_gpu = is_packed and next(model.parameters()).is_cuda
+    on_gpu = is_packed and example_weight(model).is_cuda
     # Sorted by length, except for the GPU's kernel, which takes any order.
     order = list(range(len(ids))) if on_gpu else sorted(range(len(ids)), key=lambda i: -len(ids[i]))
     parts = list(share(order, [len(row) for row in ids], tokens or (ON_GPU if on_gpu else ELSEWHERE)))
@@ -82,7 +83,7 @@ def embed_ids(
 
 def packs(model: Encoder) -> bool:
     """Whether packing texts into one row pays. Token dropout counts over a row, so there it can not be done."""
-    return model.config.dropped_token < 0 and model.packs(packed([1])[0], next(model.parameters()))
+    return model.config.dropped_token < 0 and model.packs(packed([1])[0], example_weight(model))
 
 
 def read(tokenizer: Tokenizer, texts: Sequence[str], max_len: int, *, truncate: bool) -> list[list[int]]:
@@ -116,7 +117,7 @@ def share(order: list[int], lengths: list[int], tokens: int) -> Iterator[list[in
 
 def run_packed(model: Encoder, rows: list[list[int]], pool: Pooling) -> Float[Tensor, "B D"]:
     lengths = [len(row) for row in rows]
-    device = next(model.parameters()).device
+    device = example_weight(model).device
     mask, positions = packed(lengths, device)
     flat: NDArray[np.int64] = np.fromiter(chain.from_iterable(rows), np.int64, sum(lengths))
     states = model.states(torch.from_numpy(flat)[None].to(device, non_blocking=True), mask, positions=positions)
@@ -125,7 +126,7 @@ def run_packed(model: Encoder, rows: list[list[int]], pool: Pooling) -> Float[Te
 
 
 def run_padded(model: Encoder, rows: list[list[int]], pool: Pooling) -> Float[Tensor, "B D"]:
-    device = next(model.parameters()).device
+    device = example_weight(model).device
     tokens, real = pad(rows)
     mask = torch.from_numpy(real).to(device)
     states = model.states(torch.from_numpy(tokens).to(device), None if real.all() else mask)

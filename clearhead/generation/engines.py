@@ -15,6 +15,7 @@ from clearhead.engine.outputs import StepOutput
 from clearhead.engine.request import Request, Ticket, source_length
 from clearhead.engine.runner import ModelRunner, eval_mode
 from clearhead.models import Decoder, EncoderDecoder
+from clearhead.quantization.model_weights import example_weight
 
 MAX_ROWS = 1024  # texts at once
 MIN_KEPT_ROWS = 64  # of a runner that is kept, so that a second call with more prompts can use it too
@@ -69,7 +70,7 @@ def reuse_engine(
 
 def _keeps_runner(model: Decoder | EncoderDecoder) -> bool:
     """Only CUDA graphs make it pay. Under autocast the cache has another type."""
-    return next(model.parameters()).device.type == "cuda" and not torch.is_autocast_enabled("cuda")
+    return example_weight(model).device.type == "cuda" and not torch.is_autocast_enabled("cuda")
 
 
 def _size(requests: Sequence[Request], batch_tokens: int) -> tuple[int, int]:

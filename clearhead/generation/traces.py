@@ -46,6 +46,7 @@ from clearhead.generation.texts import piece_name
 from clearhead.inside.heatmap import heat_map
 from clearhead.inside.probe import probe
 from clearhead.models import Decoder, EncoderDecoder
+from clearhead.quantization.model_weights import example_weight
 from clearhead.sampling.beam_search import Candidate
 
 FORMAT, VERSION = "clearhead-beam-trace", 1
@@ -139,7 +140,7 @@ def _add_attention(
     model: EncoderDecoder, source: list[int], prompt: list[int], steps: list[list[Node]], layer: int
 ) -> None:
     """Add the cross-attention of each token that was kept or finished, by a forward pass over each longest text."""
-    site, device = f"decoder.blocks.{layer}.cross.weights", next(model.parameters()).device
+    site, device = f"decoder.blocks.{layer}.cross.weights", example_weight(model).device
     tips = [node for step in steps for node in step if node.candidate.fate != "dropped" and not node.children]
     with eval_mode(model):
         memory = model.encode(torch.tensor([source], device=device))

@@ -14,6 +14,7 @@ from clearhead.data.tokenizer_formats import read_tiktoken
 from clearhead.engine.request import Request
 from clearhead.errors import CheckpointError, InputError, did_you_mean
 from clearhead.models import EncoderDecoder
+from clearhead.quantization.model_weights import example_weight
 from clearhead.sampling.strategy import Strategy
 
 N_TIMES = 1501  # timestamps are the vocabulary's last tokens: one for every 20 ms of 30 s
@@ -84,7 +85,7 @@ class Scribe:
 
     def _detect_language(self, frames: Tensor) -> int:
         """The language whose token is the likeliest first one."""
-        device, ids = next(self.model.parameters()).device, list(self.languages.values())
+        device, ids = example_weight(self.model).device, list(self.languages.values())
         with torch.no_grad():
             logits = self.model(frames[None].to(device), torch.tensor([[self.start]], device=device))[0, -1]
         return ids[int(logits[ids].argmax())]

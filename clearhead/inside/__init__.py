@@ -13,7 +13,7 @@ pruning.py         a smaller model without some heads
 heatmap.py         attention in a terminal
 plots.py           matplotlib figures, with position_plots.py and figure_grid.py
 
-May import: errors, config, layers, models, families, checkpoint.
+May import: errors, config, layers, models, quantization, families, checkpoint.
 """
 
 from clearhead.inside.ablation_sweep import Effect, Sweep, sweep, sweep_by

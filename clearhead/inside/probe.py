@@ -14,10 +14,11 @@ its graph and runs no hook either (the site is then "not reached"): call the mod
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from jaxtyping import Float
@@ -187,7 +188,15 @@ def heads_of(head: Heads, n_heads: int, site: str) -> tuple[int, ...]:
 
 
 def as_slice(rows: Rows) -> slice:
-    return rows if isinstance(rows, slice) else slice(rows, rows + 1 or None)
+    if isinstance(rows, slice) and (rows.step or 1) > 0:
+        return rows
+    if isinstance(rows, SupportsIndex):
+        row = operator.index(rows)
+        return slice(row, row + 1 or None)
+    raise InputError(
+        f"rows= is one row's number or a slice with steps forward; got {rows!r:.60}; write rows=5 for one row, or "
+        f"rows=slice(5, 9) for rows 5 to 8"
+    )
 
 
 def _indices(head: Heads, kept: tuple[int, ...], site: str) -> list[int]:

@@ -22,6 +22,7 @@ from clearhead.config import Config
 from clearhead.errors import InputError, did_you_mean
 from clearhead.kernels import Packed
 from clearhead.models import Model, build
+from clearhead.quantization.model_weights import example_weight
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def prune(model: Model, heads: Mapping[int | str, Sequence[int]]) -> Model:
         gone |= {f"{place}.{now[head]}" for head in numbers}
     known = [f"{place}.{head}" for place in config.attentions for head in range(config.n_heads)]
     smaller = Config.from_dict({**config.to_dict(), "pruned_heads": tuple(name for name in known if name in gone)})
-    pruned = build(smaller, device="meta", dtype=next(model.parameters()).dtype)
+    pruned = build(smaller, device="meta", dtype=example_weight(model).dtype)
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     for place in config.attentions:
         _cut(state, place, config, smaller)
@@ -104,7 +105,7 @@ def _in_turns(
         for model, seconds in zip(models, times, strict=True):
             began = time.perf_counter()
             model(*inputs, **options)
-            if next(model.parameters()).is_cuda:
+            if example_weight(model).is_cuda:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began)
     return [seconds[1:] for seconds in times]  # the first round is for warming up

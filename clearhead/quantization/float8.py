@@ -21,6 +21,7 @@ from clearhead.kernels.float8 import BACKWARD, FORWARD, MULTIPLE
 from clearhead.layers.block import FeedForward
 from clearhead.layers.embedding import TokenHead
 from clearhead.layers.linear import FusedLinear, Linear
+from clearhead.quantization.model_weights import example_weight
 
 STEPS = 16  # a scale fits the largest value of so many steps,
 ROOM = 2.0  # and values up to so many times as large; larger values are clipped
@@ -52,7 +53,7 @@ class Products:
             for name, module in model.named_modules()
             if "blocks." in name and isinstance(module, Linear | FusedLinear)
         }
-        check_device(next(model.parameters()).device)
+        check_device(example_weight(model).device)
         check_widths({name: module.weight for name, module in modules.items()})
         self.modules: list[Any] = list(modules.values())
         self.weights = [module.weight for module in modules.values()]

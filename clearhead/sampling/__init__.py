@@ -8,7 +8,7 @@ grammar.py            `Grammar`: output that matches a regular expression, a JSO
 vocabulary.py         a tokenizer's tokens as bytes, for grammars
 json_schema.py        checks of a JSON schema before it becomes a grammar
 
-May import: errors, config, kernels, layers, models, data.
+May import: errors, config, kernels, layers, models, quantization, data.
 """
 
 from clearhead.sampling.beam_search import Hypothesis

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from clearhead.layers.masks import ABSENT
 from clearhead.models import Decoder, EncoderDecoder
+from clearhead.quantization.model_weights import example_weight
 from clearhead.sampling.strategy import Logits, Number, Strategy
 from clearhead.sampling.token_ids import check_ids
 
@@ -84,7 +85,7 @@ class LogitsProcessor:
     def __init__(self, model: Decoder | EncoderDecoder, eos: int | Sequence[int] | None, strategy: Strategy) -> None:
         self.strategy, rules = strategy, model.generation
         self.ends = rules.eos if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-        vocab_size, device = model.config.vocab_size, next(model.parameters()).device
+        vocab_size, device = model.config.vocab_size, example_weight(model).device
         self.vocab_size = vocab_size
         biases = {**strategy.logit_bias, **dict.fromkeys(strategy.suppress, -math.inf)}
         check_ids(self.ends, vocab_size, "eos")

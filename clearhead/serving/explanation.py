@@ -26,6 +26,7 @@ from clearhead.inside.probe import Heads, heads_of
 from clearhead.inside.sites import blocks_of, find_sites
 from clearhead.models import Decoder, EncoderDecoder
 from clearhead.models.stack import Stack
+from clearhead.quantization.model_weights import example_weight
 from clearhead.serving.model_worker import ModelWorker
 from clearhead.serving.protocol import AttentionChoice, Explain
 
@@ -112,7 +113,7 @@ class GeneratedText:
         assert isinstance(worker.model, Decoder | EncoderDecoder)
         assert worker.tokenizer is not None
         self.model, self.tokenizer, self.request, self.written = worker.model, worker.tokenizer, request, list(written)
-        self.device = next(self.model.parameters()).device
+        self.device = example_weight(self.model).device
         self.prompt = list(request.prompt)
         self.source: list[int] = []
         self.stack: Stack
@@ -257,7 +258,7 @@ def score_prompt(worker: ModelWorker, prompt: Sequence[int], alternatives: int) 
     assert isinstance(model, Decoder)
     if not prompt:
         return []
-    device, found = next(model.parameters()).device, [Token(prompt[0])]
+    device, found = example_weight(model).device, [Token(prompt[0])]
     cache = model.new_cache(batch=1, max_len=len(prompt))
     for start in range(0, len(prompt) - 1, STRIP):
         if start:

@@ -13,6 +13,7 @@ from clearhead.engine.request import start_token
 from clearhead.generation import Request as GenerationRequest
 from clearhead.inside import probe
 from clearhead.models import EncoderDecoder
+from clearhead.quantization.model_weights import example_weight
 from clearhead.serving.cancellation import cancel_on_disconnect, gather_or_cancel
 from clearhead.serving.explanation import Plan, explain, make_plan
 from clearhead.serving.model_worker import ModelWorker
@@ -75,7 +76,7 @@ def align(worker: ModelWorker, source: list[int], target: list[int]) -> dict[str
     """The weight of each source token for each target token: the mean over the heads of the last cross-attention."""
     model = worker.model
     assert isinstance(model, EncoderDecoder)
-    device = next(model.parameters()).device
+    device = example_weight(model).device
     site = f"decoder.blocks.{len(model.decoder.layers) - 1}.cross.weights"
     with probe(model, site) as seen:
         model(torch.tensor([source], device=device), torch.tensor([[start_token(model), *target[:-1]]], device=device))

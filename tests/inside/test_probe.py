@@ -490,6 +490,19 @@ def test_heads_that_were_not_kept_or_are_not_there() -> None:
         model(*inputs(model.config))
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("rows", [[3], (1, 2), 1.5, "3", slice(5, 2, -1)])
+def test_rows_are_one_number_or_a_slice(rows: Any) -> None:
+    model = tiny("gpt2")
+    message = r"rows= is one row's number or a slice.*; got .*; write rows=5"
+    with pytest.raises(ch.InputError, match=message), ch.probe(model, WEIGHTS, rows=rows):
+        pass
+    seen = look(model, WEIGHTS)
+    with pytest.raises(ch.InputError, match=r"rows= is one row's number or a slice"):
+        seen.rows(WEIGHTS, rows)
+    assert torch.equal(seen.rows(WEIGHTS, torch.tensor(3)), seen.rows(WEIGHTS, 3))  # type: ignore[arg-type]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "alibi", "mistral", "t5", "marian"])
 def test_during_generation(name: str) -> None:

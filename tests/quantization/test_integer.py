@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,12 @@ from clearhead.checkpoint import load
 from clearhead.config import Config
 from clearhead.data import load_tokenizer
 from clearhead.errors import InputError
+from clearhead.generation import generate
+from clearhead.generation.embeddings import embed_ids
 from clearhead.kernels import native
-from clearhead.models import Decoder, EncoderDecoder, build
+from clearhead.models import Decoder, Encoder, EncoderDecoder, build
 from clearhead.quantization.integer import Int4, Int8, Quantized, quantize
+from clearhead.quantization.model_weights import count_weights, example_weight
 from tests.shared_data import shared_data
 
 SMALL = dict(shape="decoder", n_layers=2, d_model=64, n_heads=4, n_kv_heads=2, d_ff=96, vocab_size=97, max_len=53)
@@ -209,6 +213,44 @@ def test_saved_here_and_taken_back_there(kind: str, here: bool, there: bool, mon
     assert torch.equal(other(tokens), one(tokens))
     with pytest.raises(RuntimeError, match=r"size mismatch for tokens\.weight\.q"):
         other.load_state_dict({**state, "tokens.weight.q": state["tokens.weight.q"][:-1]})
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@torch.no_grad()
+def test_a_model_without_a_parameter(kind: str) -> None:
+    """Norms without weights, no bias, sinusoids: once its matrices are packed, a model has no parameter left to ask."""
+    bare = dict(norm="none", bias=False, positions="sinusoidal")
+    plain = small(**bare)
+    model = quantize(small(**bare), kind)
+    assert isinstance(model, Decoder)
+    assert not list(model.parameters())
+    assert count_weights(model) == count_weights(plain) == sum(each.numel() for each in plain.parameters())
+    assert (example_weight(model).dtype, example_weight(model).device.type) == (torch.float32, "cpu")
+    written = generate(model, [[5, 7, 11], [2]], max_new_tokens=4)
+    assert [len(row) for row in written] == [4, 4]
+    assert written[0][0] == int(model(torch.tensor([[5, 7, 11]]))[0, -1].argmax())
+    assert example_weight(model.bfloat16()).dtype == torch.bfloat16
+
+
+@torch.no_grad()
+def test_an_encoder_without_a_parameter_embeds() -> None:
+    fields = {**SMALL, "shape": "encoder", "n_kv_heads": 4, "norm": "none", "bias": False, "positions": "sinusoidal"}
+    model = build(Config.from_dict({**fields, "head": "none"}), seed=0).eval()
+    assert isinstance(model, Encoder)
+    expected = embed_ids(model, [[5, 7, 11], [2]])
+    quantize(model, "int8")
+    assert not list(model.parameters())
+    ours = embed_ids(model, [[5, 7, 11], [2]])
+    # 8 bits of each weight, in two layers
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0.05 * float(abs(expected).max()))
+
+
+def test_a_models_device_is_asked_in_one_place() -> None:
+    """`next(model.parameters())` fails where all weights are packed."""
+    package = Path(__file__).resolve().parents[2] / "clearhead"
+    asked = re.compile(r"next\([^()]*\.parameters\(\)\)")
+    found = {file.relative_to(package).as_posix() for file in package.rglob("*.py") if asked.search(file.read_text())}
+    assert found == {"models/initialise.py"}  # a model that is being built
 
 
 def test_what_is_refused() -> None:

@@ -24,6 +24,7 @@ from clearhead.errors import ConfigError, InputError
 from clearhead.families import preset
 from clearhead.kernels.cross_entropy import IGNORED
 from clearhead.models import Encoder, Model
+from clearhead.quantization.model_weights import example_weight
 from clearhead.training.recipe import Recipe
 from clearhead.training.tasks.corpus import Corpus
 from clearhead.training.tasks.task import Batch, Facts, Losses, Rows, Sample, Task, pad, row_generator
@@ -105,7 +106,7 @@ class Classes(Task):
         if not len(rows):
             return {}, []
         batch = self.held_out_batch(rows)
-        device = next(model.parameters()).device
+        device = example_weight(model).device
         with torch.no_grad():
             mask = batch["mask"].to(device) if "mask" in batch else None
             guesses = model(batch["inputs"].to(device), mask).argmax(-1)[: len(rows)].tolist()

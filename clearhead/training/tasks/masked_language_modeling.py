@@ -12,6 +12,7 @@ from clearhead.errors import ConfigError
 from clearhead.kernels.cross_entropy import IGNORED
 from clearhead.layers.masks import documents
 from clearhead.models import Encoder, Model
+from clearhead.quantization.model_weights import example_weight
 from clearhead.training.tasks.corpus import Corpus
 from clearhead.training.tasks.language_modeling import WindowTask
 from clearhead.training.tasks.task import Batch, Losses, Rows, Sample, row_generator, token_losses
@@ -79,7 +80,7 @@ class Masked(WindowTask):
         samples: list[Sample] = []
         for row in self.valid.in_order()[: self.recipe.train.samples]:
             batch = self.held_out_batch(np.array([row]))
-            device = next(model.parameters()).device
+            device = example_weight(model).device
             with torch.no_grad():
                 logits = model(batch["tokens"].to(device), documents(batch["documents"].to(device)))
             hidden = batch["targets"][0] != IGNORED

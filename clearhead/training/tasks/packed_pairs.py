@@ -19,6 +19,7 @@ from torch import Tensor
 
 from clearhead.layers.packing import across, packed, packed_at
 from clearhead.models import EncoderDecoder
+from clearhead.quantization.model_weights import example_weight
 
 SPARE = 64  # tokens of a row that are reserved for filler texts, so that each has at least one token on both sides
 
@@ -47,7 +48,7 @@ class PackedShape:
 
 def can_pack(model: EncoderDecoder, longest: int) -> bool:
     """Whether every attention of the model can stay within its text, on its device and under the current autocast."""
-    mask, like, c = packed([1])[0], next(model.parameters()), model.config
+    mask, like, c = packed([1])[0], example_weight(model), model.config
     fits = c.inputs == "tokens" and c.n_kv_heads == c.n_heads and longest >= SPARE
     return fits and model.encoder.packs(mask, like) and model.decoder.packs(mask, like)
 
