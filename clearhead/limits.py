@@ -3,6 +3,10 @@
 # Up to this many pairs of a query and a key a mask or bias is written out, once for all layers; above, strip by strip.
 WRITTEN_OUT = 2**24
 
+# Products in float32 on the CPU go to oneDNN from so many rows on (below, our own kernels win), and for weights of up to so many
+# numbers (it copies the weight into its own layout).
+ONEDNN_ROWS, ONEDNN_WEIGHT = 33, 2**24
+
 # Logits that the chunked loss holds at once.
 LOSS_CHUNK = {"cpu": 2**26, "cuda": 2**28}
 

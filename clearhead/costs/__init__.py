@@ -4,6 +4,7 @@ forecast.py     cost: the forecast of a call, a training step or a generated tok
 parameters.py   parameters and weight bytes
 flops.py        floating-point operations
 activations.py  what training keeps for the backward pass
+temporaries.py  the widest moment of a call without gradients
 capacity.py     the largest batch or length that fits, the number of devices
 units.py        "80GB", "400T", and back
 hardware.py     peak FLOP/s and memory of this machine

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from clearhead.config import Config
 from clearhead.costs.activations import Setting, count_blocks, count_copies, count_saved
 from clearhead.costs.flops import Lengths, check_lengths, count_forward, count_training
-from clearhead.costs.parameters import count_heads, count_matrices, count_parameters, count_weight_bytes, heads_at
+from clearhead.costs.parameters import count_heads, count_matrices, count_parameters, count_weight_bytes
+from clearhead.costs.temporaries import widest
 from clearhead.errors import ConfigError, did_you_mean
 from clearhead.limits import LOSS_CHUNK
 
@@ -164,7 +165,7 @@ def _inference(
 ) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
     """The figures of a call without gradients, or of one more token; and what is held only at its worst moment."""
     at = Lengths(1, at.source, past=at.target - 1) if decodes else at
-    transient = _sum(_widest(c, batch, at, setting))
+    transient = _sum(widest(c, batch, at, setting))
     figures = {
         "flops": _sum(count_forward(c, batch, at, pairs="all")),
         "useful_flops": _sum(count_forward(c, batch, at, pairs="allowed")),
@@ -245,26 +246,6 @@ def _kv_cache(c: Config, batch: int, at: Lengths, setting: Setting) -> int:
     written = slots * count_heads(c, "decoder.*.attention" if is_pair else "*")[1]
     read = at.source * count_heads(c, "decoder.*.cross")[1]
     return 2 * setting.size * batch * (written + read) * c.d_head
-
-
-def _widest(c: Config, batch: int, at: Lengths, setting: Setting) -> Mapping[str, int]:
-    """The largest set of temporary tensors of a call without gradients: in attention, in the feed-forward, or the logits.
-
-    Attention and feed-forward each hold the residual stream and their input. During the feed-forward the block's input is still
-    there too. On a CPU one kernel may do a product and its activation, with less memory than is counted here.
-    """
-    held = 3 if c.gated or setting.cuda else 2
-    d_q, d_kv = (n * c.d_head for n in max(heads_at(c, place) for place in c.attentions))
-    tokens = setting.size * batch * max(at.target, at.source if at.past == 0 else 0)
-    stream = {"norm": 2 * c.d_model * tokens}
-    scores = c.d_model + c.vocab_size if c.head == "tokens" else 0
-    return _largest(
-        [
-            stream | {"projections": (2 * d_q + 2 * d_kv) * tokens},
-            {"norm": held * c.d_model * tokens, "feedforward": c.d_ff * (4 if c.gated else 2) * tokens},
-            {"head": setting.size * batch * scores * at.target},
-        ]
-    )
 
 
 def _working(

@@ -24,7 +24,6 @@ from clearhead.config import Config
 from clearhead.costs.flops import Lengths, check_lengths, count_forward, count_training
 from clearhead.costs.forecast import cost
 from clearhead.errors import InputError
-from clearhead.kernels import Packed
 from clearhead.models import Encoder, Model, build
 from clearhead.quantization.integer import quantize as quantize_model
 
@@ -166,8 +165,7 @@ def _prepare(work: Workload) -> Prepared:
     params = sum(p.numel() for p in model.parameters())
     if work.quantize:
         model = quantize_model(model, work.quantize)
-    packed = [x for module in model.modules() if isinstance(module, Packed) for x in module.buffers(recurse=False)]
-    weights = sum(x.nbytes for x in (*model.parameters(), *packed))
+    weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     if work.mode != "train":
         return Prepared(model, params, weights)
     learns = [p for p in model.parameters() if p.requires_grad]

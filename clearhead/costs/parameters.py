@@ -39,13 +39,15 @@ def count_matrices(config: Config) -> dict[str, int]:
 
 
 def count_weight_bytes(config: Config, size: int, quantize: str | None = None) -> dict[str, int]:
-    """Bytes of the parameters at `size` bytes each, or with the matrices quantized as in quantization/integer.py.
+    """Bytes of parameters and of a fixed bias at `size` bytes each, or with matrices quantized as in quantization/integer.py.
 
     int8: one byte for each number, and a float16 scale for each 64 of a row: 8.25 bits. int4: half a byte, and two float16 for
     each 32: 5 bits. Embedding and head are always int8, and so are rows whose length 32 does not divide.
     """
     c = config
     total = {part: n * size for part, n in count_parameters(c).items()}
+    # Marian's fixed bias is held, but is no parameter: it is not trained.
+    total["head"] += size * c.vocab_size if c.head == "tokens" and c.head_bias == "fixed" else 0
     if quantize is None:
         return total
     encoder, decoder = _layers(c)

@@ -19,9 +19,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from clearhead.kernels.checks import has_forward_gradients
+from clearhead.limits import ONEDNN_ROWS, ONEDNN_WEIGHT
 
-MIN_ROWS = 33  # below, our own kernels (native.cpp) win
-MAX_WEIGHT = 2**24  # numbers; during a product oneDNN copies the weight into its own layout
 ACTIVATIONS = {"relu": ("relu", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "silu": ("swish", "")}
 # Where there is no MKL, torch itself takes oneDNN.
 HAS_BOTH = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
@@ -33,8 +32,8 @@ def fits(x: Tensor, weight: Tensor) -> bool:
         HAS_BOTH
         and x.dtype == weight.dtype == torch.float32
         and x.device.type == "cpu"
-        and x.numel() >= MIN_ROWS * x.shape[-1] > 0
-        and weight.numel() <= MAX_WEIGHT
+        and x.numel() >= ONEDNN_ROWS * x.shape[-1] > 0
+        and weight.numel() <= ONEDNN_WEIGHT
         and torch._C._get_mkldnn_enabled()  # pyright: ignore[reportPrivateUsage]
         and not has_forward_gradients()
     )

@@ -16,7 +16,6 @@ import clearhead as ch
 from clearhead.costs import cost
 from clearhead.costs.forecast import PARTS
 from clearhead.costs.parameters import count_matrices, count_parameters
-from clearhead.kernels import Packed
 from clearhead.kernels import cross_entropy as losses
 from clearhead.limits import LOSS_CHUNK
 from clearhead.models import Decoder, EncoderDecoder, build
@@ -129,9 +128,8 @@ def test_quantised_weights_weigh_what_is_said(name: str, kind: str) -> None:
     sizes: dict[str, Any] = dict(d_model=96, n_heads=4, n_kv_heads=2, d_head=10, n_layers=2, d_ff=200)
     config = ch.preset(name, **sizes | ({} if name == "vit-b-16" else {"vocab_size": 211}))
     model = quantize(build(config, dtype=torch.bfloat16), kind)
-    packed = [x for module in model.modules() if isinstance(module, Packed) for x in module.buffers(recurse=False)]
     report = cost(config, batch=1, precision="bfloat16", quantize=kind)
-    assert report.weight_bytes == sum(x.nbytes for x in (*model.parameters(), *packed))
+    assert report.weight_bytes == sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     assert report.params == sum(p.numel() for p in build(config, device="meta").parameters())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 import clearhead as ch
 from clearhead.costs import cost
 from clearhead.costs.measurement import Calibration, Measured, Workload, measure
+from clearhead.kernels import onednn
+from tests.fresh_process import run_in_fresh_process
 
 SMALL: dict[str, Any] = dict(d_model=64, n_heads=4, n_layers=2, vocab_size=307)
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -44,6 +47,22 @@ def test_a_run_holds_what_is_said(name: str, asked: dict[str, Any]) -> None:
     # Small models: what works for a moment in an operator weighs much here, most of all in a convolution.
     assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.25 if config.inputs == "patches" else 0.2)
     assert sum(found.seconds_of.values()) == pytest.approx(found.seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not onednn.HAS_BOTH, reason="here torch has no oneDNN, whose products the forecast assumes")
+def test_a_forward_call_holds_what_is_said() -> None:
+    """In a process of its own: the checks of shapes hold arguments longer than the model does."""
+    run_in_fresh_process(Path(__file__).parent / "cases_forward.py")
+
+
+def test_a_fixed_bias_is_held_and_not_trained() -> None:
+    config = ch.preset("opus-mt-en-de", **SMALL, n_decoder_layers=2, d_ff=160)
+    model = ch.build(config)
+    assert "head.bias" in dict(model.named_buffers())
+    said = cost(config, batch=1, length=5, source_length=7)
+    assert said.params == sum(p.numel() for p in model.parameters())
+    assert said.weight_bytes == 4 * said.params + 4 * config.vocab_size
 
 
 def test_time_grows_with_each_kind_of_work() -> None:

@@ -85,7 +85,7 @@ def test_what_does_not_fit_goes_another_way(seen: list[str], why: str, monkeypat
     elif why == "type":
         x, w = X.double(), W.double()
     elif why == "large":
-        monkeypatch.setattr(onednn, "MAX_WEIGHT", W.numel() - 1)
+        monkeypatch.setattr(onednn, "ONEDNN_WEIGHT", W.numel() - 1)
     elif why == "off":
         monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     if why == "forward mode":
