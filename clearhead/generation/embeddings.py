@@ -1,7 +1,9 @@
 """One vector for each text, for search and comparison.
 
 If attention can take packed texts (on a CPU, and on a CUDA GPU in 16 bits), they are packed into one row, and nothing is
-spent on padding. Else texts of about the same length are padded and computed together.
+spent on padding. Else texts of about the same length are padded and computed together. In float32 a vector of
+length 1 differs by less than 1e-6 from the one that its text has alone: products of many rows add up in an order that depends on
+their number.
 """
 
 from __future__ import annotations

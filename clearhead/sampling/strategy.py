@@ -1,7 +1,7 @@
 """How the next token is chosen from logits: temperature, top-k, top-p, min-p, and the draw itself.
 
 Each function is pure, over (B, V), and each row stands alone: its token depends on its own logits and seed only. So a request
-gives the same text whatever else is in the batch.
+gives the same text whatever else is in the batch, as far as its logits do (docs/generation.md, The engine).
 """
 
 from __future__ import annotations

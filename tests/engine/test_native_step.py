@@ -160,6 +160,27 @@ def test_as_the_model(name: str, kind: str) -> None:
         theirs.own.counts[:] += 1
 
 
+@pytest.mark.parametrize("kind", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("d_head", [1, 7, 10, 15, 16, 24])
+def test_the_same_bits_alone_and_in_a_batch(d_head: int, kind: str) -> None:
+    """Of any head width, with any number of threads; widths at which no row of a matrix ends with a register."""
+    wide = dict(d_head=d_head, d_model=96, d_ff=371, vocab_size=761)
+    model = build(Config.from_dict({**SMALL, **GPT2, **wide}), seed=3).eval()
+    assert isinstance(model, Decoder)
+    rows = Rows(model if kind == "fp32" else quantize(model, kind))
+    tokens, before, found = torch.tensor([3, 5, 7, 11]), torch.get_num_threads(), list[Tensor]()
+    try:
+        for n_threads in (1, 3):
+            torch.set_num_threads(n_threads)
+            for n in (4, 3, 1):
+                logits, _ = rows.native(tokens, n)
+                assert logits is not None
+                found.append(logits)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(logits, found[0][: len(logits)]) for logits in found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_the_same_texts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

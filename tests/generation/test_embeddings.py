@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -14,7 +15,7 @@ import clearhead as ch
 from clearhead.data import Tokenizer
 from clearhead.errors import InputError
 from clearhead.generation import embeddings as vectors
-from clearhead.generation.embeddings import embed, packs, run_packed, run_padded, share
+from clearhead.generation.embeddings import embed, embed_ids, packs, run_packed, run_padded, share
 from clearhead.layers.masks import causal
 from clearhead.layers.packing import packed
 from clearhead.models import Encoder
@@ -46,6 +47,16 @@ def test_packed_is_padded_is_alone(pool: str, normed: bool) -> None:
     # fp32, two layers: only the order of summation differs
     torch.testing.assert_close(run_packed(model, rows, model.pool), alone, rtol=0, atol=1e-5)
     torch.testing.assert_close(run_padded(model, rows, model.pool), alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("d_head", [7, 10, 15, 16])
+def test_a_vector_alone_and_in_a_batch(d_head: int) -> None:
+    """Not the same bits: the products of 33 rows and more, and attention at most head widths, are torch's. But near."""
+    model = make(d_head=d_head, d_model=96, d_ff=384, pool="mean", pool_normed=True, n_layers=6)
+    rows = [torch.randint(0, 97, (n,)).tolist() for n in (7, 1, 29, 5, 7, 31, 30, 12, 3)]
+    together, alone = embed_ids(model, rows), np.concatenate([embed_ids(model, [row]) for row in rows])
+    # docs/generation.md says so: vectors of length 1, float32, six layers
+    np.testing.assert_allclose(together, alone, rtol=0, atol=1e-6)
 
 
 def test_spans_stay_with_the_documents_they_describe() -> None:
