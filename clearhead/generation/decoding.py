@@ -45,7 +45,8 @@ def generate(
     logit_bias, suppress, min_new_tokens. `grammar` is what each text must match (`Grammar.regex`, `.json_schema`, `.choice`).
     Prompt i is sampled with seed + i, or with seed[i] of a list: the same seed gives the same text, whatever else is in the
     batch, unless two tokens are as close as rounding. `batch_tokens` bounds the tokens in the KV cache, of prompts and new texts.
-    Scores are log-probabilities of the model itself, before any option. An empty prompt is replaced by the model's bos, if it has one.
+    Scores are log-probabilities of the model itself, before any option. An empty prompt is replaced by the model's bos, if it has
+    one.
     """
     check_shape(model, "decoder")
     check_at_least(max_new_tokens, 1, "max_new_tokens")
