@@ -63,7 +63,8 @@ def _sentencepiece(meta: dict[str, Any]) -> Any:
     tokens, scores = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.scores"]
     types = meta.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     pieces = [Piece(text, float(score), int(type)) for text, score, type in zip(tokens, scores, types, strict=True)]
-    return build_core(pieces, add_prefix=bool(meta.get("tokenizer.ggml.add_space_prefix", True)))
+    add_prefix = bool(meta.get("tokenizer.ggml.add_space_prefix", True))
+    return build_core(pieces, add_prefix=add_prefix, symbols_apart=True)
 
 
 def read_metadata(path: Path) -> dict[str, Any]:

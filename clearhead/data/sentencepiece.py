@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from clearhead.data import tokenizer_parts as parts
 from clearhead.data.tokenizer import Tokenizer
@@ -39,8 +40,13 @@ def build_core(
     add_prefix: bool = True,
     tidy_spaces: bool = False,
     charsmap: bytes = b"",
+    symbols_apart: bool = False,
 ) -> tokenizers.Tokenizer:
     """SentencePiece's algorithm as a `tokenizers` pipeline: most likely pieces (unigram), or merging by score (BPE).
+
+    A user-defined symbol is a piece wherever it stands in the text: "the <u>man" is `▁the ▁ <u> man`, and "<u>man" is `▁ <u> man`.
+    (transformers leaves out the space before a symbol that starts the text.) With `symbols_apart` symbols are cut out first, and
+    each part between them is a text with its own prefix, as llama.cpp does: `▁the <u> ▁man`.
 
     If a model has a charsmap, `Precompiled` applies it to one grapheme at a time and takes the shortest match in it. The result
     for a letter with two or more separate combining marks can therefore differ from SentencePiece (a mark is lost). Composed
@@ -51,30 +57,39 @@ def build_core(
         raise ValueError(f"{len(pieces)} pieces, of which {len(vocab)} differ, an empty one: {'' in vocab}")
     if not all(math.isfinite(piece.score) for piece in pieces):
         raise ValueError("a score that is not a finite number")
-    unk = next((id for id, piece in enumerate(pieces) if piece.type == UNKNOWN), None)
-    has_bytes = sum(piece.type == BYTE for piece in pieces) == 256
-    if unigram:
-        model: Any = models.Unigram([(piece.text, piece.score) for piece in pieces], unk, has_bytes)
-    else:
-        best_first = sorted((p for p in pieces if p.type in (NORMAL, USER_DEFINED)), key=lambda piece: -piece.score)
-        merges = parts.derive_merges([piece.text for piece in best_first], vocab)
-        unk_token = None if unk is None else pieces[unk].text
-        model = models.BPE(vocab, merges, unk_token=unk_token, byte_fallback=has_bytes, fuse_unk=True)
-    core = tokenizers.Tokenizer(model)
-
     steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
+    symbols = [piece.text for piece in pieces if piece.type == USER_DEFINED]
+    # A symbol that the charsmap changes can not be found after it.
+    inside = [text for text in symbols if not symbols_apart and all(step.normalize_str(text) == text for step in steps)]
+    core = tokenizers.Tokenizer(_model(pieces, vocab, unigram=unigram, has_symbols=bool(inside)))
     if tidy_spaces:
         # \A and \z, not ^ and $: those match at every line.
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     steps += [normalizers.Prepend(space)] if add_prefix else []
     steps += [normalizers.Replace(" ", space)] if space != " " else []
     core.normalizer = normalizers.Sequence(steps)
+    if inside:
+        longest_first = "|".join(re.escape(text) for text in sorted(inside, key=len, reverse=True))
+        core.pre_tokenizer = pre_tokenizers.Split(Regex(longest_first), "isolated")
     back: list[Any] = [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()]
     core.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if add_prefix else back)
 
     parts.add_special(core, [piece.text for piece in pieces if piece.type in (UNKNOWN, CONTROL)])
-    core.add_tokens([AddedToken(piece.text, normalized=False) for piece in pieces if piece.type == USER_DEFINED])
+    core.add_tokens([AddedToken(text, normalized=False) for text in symbols if text not in inside])
     return core
+
+
+def _model(pieces: Sequence[Piece], vocab: dict[str, int], *, unigram: bool, has_symbols: bool) -> Any:
+    unk = next((id for id, piece in enumerate(pieces) if piece.type == UNKNOWN), None)
+    has_bytes = sum(piece.type == BYTE for piece in pieces) == 256
+    if unigram:
+        return models.Unigram([(piece.text, piece.score) for piece in pieces], unk, has_bytes)
+    best_first = sorted((p for p in pieces if p.type in (NORMAL, USER_DEFINED)), key=lambda piece: -piece.score)
+    merges = parts.derive_merges([piece.text for piece in best_first], vocab)
+    unk_token = None if unk is None else pieces[unk].text
+    # No merges lead to a symbol: what lies between two cuts and is a piece is taken whole.
+    options: dict[str, Any] = dict(byte_fallback=has_bytes, fuse_unk=True, ignore_merges=has_symbols)
+    return models.BPE(vocab, merges, unk_token=unk_token, **options)
 
 
 def read_sentencepiece(path: Path) -> Tokenizer:

@@ -68,7 +68,9 @@ SPM = {
     },
     "no-prefix": {"model_type": "bpe", "add_dummy_prefix": False},
     "across-words": {"model_type": "unigram", "split_by_whitespace": False},
+    "symbols": {"model_type": "unigram", "user_defined_symbols": ["<u>", "<u>a", "Mann"]},
 }
+SPM["symbols, llama"] = {**SPM["llama"], "user_defined_symbols": ["<u>", "<u>a", "Mann", "▁▁"]}
 
 
 @pytest.fixture(scope="session")

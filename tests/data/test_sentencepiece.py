@@ -24,9 +24,9 @@ def is_simple(letter: str) -> bool:
 
 
 simple_text = st.text(st.characters(exclude_categories=["Cs"]).filter(is_simple))
-worded_text = st.lists(st.sampled_from(["the", "Mann", " ", "  ", "   ", "\n", "▁", "a", "aa", "12", "ü", "中"])).map(
-    "".join
-)
+worded_text = st.lists(
+    st.sampled_from(["the", "Mann", " ", "  ", "   ", "\n", "▁", "a", "aa", "12", "ü", "中", "<u>", "<u>a"])
+).map("".join)
 
 
 @pytest.mark.slow
@@ -66,6 +66,46 @@ def test_two_combining_marks(spm_models) -> None:
     theirs, ours = spm_models["unigram"]
     text = unicodedata.normalize("NFD", "tiếng Việt")
     assert ours.core.normalizer.normalize_str(text) == theirs.normalize(text)
+
+
+SYMBOLS = [
+    "the <u>man",
+    "the<u>man",
+    "<u>man",
+    "<u> the",
+    "the man <u>",
+    " <u>the",
+    "<u><u>a b",
+    "the <u>  <u>a",
+    "<u>",
+    "a  <u>  b",
+]
+
+
+@pytest.mark.parametrize("name", ["symbols", "symbols, llama"])
+def test_user_defined_symbols(name: str, spm_models, tmp_path: Path) -> None:
+    """A symbol is a piece of its own wherever it stands; the space before it stays, and none comes after it. Saved too."""
+    theirs, ours = spm_models[name]
+    ours.save(tmp_path)
+    again = load_tokenizer(tmp_path)
+    for text in SYMBOLS:
+        ids = theirs.encode(text)
+        assert ours.encode(text, special=False) == ids, text
+        assert again.encode(text, special=False) == ids, text
+        assert ours.decode(ids) == theirs.decode(ids)
+
+
+def test_user_defined_symbols_of_llama(tmp_path: Path, corpus: Path, sentencepiece, transformers) -> None:
+    options = {**SPM["llama"], "user_defined_symbols": ["<u>", "<u>a"]}
+    path = train_spm(sentencepiece, corpus, tmp_path / "tokenizer", **options)
+    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False})
+    processor, ours = sentencepiece.SentencePieceProcessor(model_file=str(path)), load_tokenizer(tmp_path)
+    theirs = transformers.LlamaTokenizer.from_pretrained(tmp_path)
+    for text in SYMBOLS:
+        ids = theirs(text, add_special_tokens=False).input_ids
+        # transformers leaves out the prefix before a text that starts with a symbol, and adds none before a space
+        prefix = [processor.piece_to_id("▁")] if text.startswith(("<u>", " ")) else []
+        assert ours.encode(text) == [*prefix, *ids], text
 
 
 def test_t5(tmp_path: Path, corpus: Path, sentencepiece, transformers) -> None:
