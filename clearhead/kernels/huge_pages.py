@@ -1,7 +1,8 @@
 """Weights in huge pages (2 MB instead of 4 kB): fewer address translations, a decode step is faster by a fifth and more.
 
 Addresses do not change: the operating system replaces small pages by huge ones. Linux does this by itself only slowly, if at all,
-and never for a mapped file; such memory is copied first. On other systems nothing happens.
+and never for a mapped file; such memory is copied first. A write while it is copied would be lost, so it waits until no other
+thread could write. On other systems nothing happens.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+import threading
 from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,17 @@ FAILED = ctypes.c_void_p(-1).value  # what mmap and mremap return on failure
 Range = tuple[int, int]
 
 
-def move(tensors: Iterable[Tensor]) -> Generator[None]:
-    """Moves PIECE bytes at each step of the generator. Until it ends the tensors must live, and must not be written to."""
+def move(tensors: Iterable[Tensor], *, shared: bool = True) -> Generator[None]:
+    """Moves PIECE bytes at each step of the generator, or nothing while it waits.
+
+    `shared`: another thread may have these tensors, so memory of a mapped file waits until the process has one thread of Python.
+    """
     if sys.platform != "linux":
         return
-    wanted = _joined((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors if not tensor.is_cuda)
+    held = [
+        tensor.detach() for tensor in tensors if not tensor.is_cuda
+    ]  # its memory stays, even if a parameter gets other data
+    wanted = _joined((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in held)
     libc = _libc()
     for start, end, is_file in _maps():
         for low, high in wanted:
@@ -37,6 +45,8 @@ def move(tensors: Iterable[Tensor]) -> Generator[None]:
             )
             for at in range(_up(first), _down(last), PIECE):
                 size = min(PIECE, _down(last) - at)
+                while is_file and shared and threading.active_count() > 1:
+                    yield
                 if is_file:
                     _copy(libc, at, size)
                 else:

@@ -19,6 +19,7 @@ from clearhead.checkpoint import load
 from clearhead.data import Tokenizer
 from clearhead.explorer import tokenizer_of
 from clearhead.generation import Engine, Request, Ticket, Token
+from clearhead.kernels import huge_pages
 from clearhead.models import Decoder, Encoder, EncoderDecoder, Model
 from clearhead.serving.guards import STOPPING
 
@@ -300,4 +301,7 @@ def _set(future: asyncio.Future[Any], result: Any) -> None:
 def load_worker(path: Path, name: str, *, device: str, quantize: str | None = None, **engine: Any) -> ModelWorker:
     """A worker for the model at `path`."""
     model = load(path, device=device, quantize=quantize, dtype=torch.float32 if device == "cpu" else None)
+    if not isinstance(model, Encoder):
+        for _ in huge_pages.move(model.parameters(), shared=False):  # now, while no other thread has the model
+            pass
     return ModelWorker(name, model, tokenizer_of(path, model), path=path, **engine)
