@@ -4,9 +4,8 @@ One law holds for all of them: a fast path computes what the plain one does, or 
 a whole step or a loss (engine, quantization, generation, training) import the modules below as well.
 
 checks.py         when a kernel of our own may replace torch's operators
-native.py         native.cpp and cpp/: C++ for the CPU, compiled on first use
-decode_step.py    a whole decode step in C++: its structures, filled from tensors
-snapshot.py       whether a model's tensors and attributes are as they were
+native.py         native.cpp and cpp/: C++ for the CPU
+native_library.py where the compiled native.cpp comes from: the wheel, the cache folder, the compiler
 compiler.py       settings of torch.compile
 decode_step.py    a whole decode step of native.cpp: from last tokens to logits
 snapshot.py       whether the weights and attributes of modules have changed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from clearhead.kernels.native import cache_folder
+from clearhead.kernels.native_library import cache_folder
 
 
 def keep_compiled_code() -> None:

@@ -1,34 +1,22 @@
-"""The functions of native.cpp: compiled on first use for this machine, kept in a cache folder, called on tensors without copies.
+"""The functions of native.cpp, called on tensors without copies.
 
-It needs a C++ compiler (`$CXX`, or g++, clang++ or c++ on the path) and torch's OpenMP library, whose threads it shares. If one
-is missing, `is_there` is False, `why_not` says why, and torch's own operators are used.
-
-CLEARHEAD_NATIVE=0 turns it off. CLEARHEAD_CACHE is the folder of the compiled file; the default is ~/.cache/clearhead.
+native_library.py finds or compiles the library. If there is none, `is_there` is False, `why_not` says why, and torch's own
+operators are used. CLEARHEAD_NATIVE=0 turns it off.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import os
-import platform
-import shutil
-import subprocess
-import sys
-import tempfile
 import threading
-from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-SOURCE, HEADERS = Path(__file__).with_name("native.cpp"), Path(__file__).with_name("cpp")
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC")
-# Apple's compiler takes OpenMP only in this form.
-OPENMP = ("-Xpreprocessor", "-fopenmp") if sys.platform == "darwin" else ("-fopenmp",)
+from clearhead.kernels import native_library
 
 TEXT_WIDTHS = 16  # floats in the widest register: `text_attention` takes head widths that are multiples of this
 
@@ -209,63 +197,12 @@ def _library() -> tuple[ctypes.CDLL | None, str | None]:
         if os.environ.get("CLEARHEAD_NATIVE") == "0":
             return None, "CLEARHEAD_NATIVE=0 turns it off"
         try:
-            library = ctypes.CDLL(str(_compiled()))
+            native_library.share_openmp()
+            library = ctypes.CDLL(str(native_library.locate()))
             for name, (arguments, result) in SIGNATURES.items():
                 _FUNCTIONS[name] = function = getattr(library, name)
                 function.argtypes, function.restype = arguments, result
         except (OSError, RuntimeError) as error:
+            native_library.say_once(str(error))
             return None, str(error)
         return library, None
-
-
-def cache_folder() -> Path:
-    """The folder for files that are made once for this machine."""
-    return Path(os.environ.get("CLEARHEAD_CACHE") or Path.home() / ".cache" / "clearhead")
-
-
-def _compiled() -> Path:
-    """The compiled file, from the cache folder or compiled now."""
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "g++", "clang++", "c++"))), None)
-    if compiler is None:
-        raise RuntimeError("no C++ compiler was found; install g++, or name one in CXX")
-    openmp = _openmp()
-    sources = [file.read_text() for file in (SOURCE, *sorted(HEADERS.glob("*.h")))]
-    made_of = (sources, compiler, os.stat(compiler).st_mtime_ns, openmp, FLAGS, _processor())
-    name = f"native-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
-    folder = cache_folder()
-    if (folder / name).exists():
-        return folder / name
-    folder.mkdir(parents=True, exist_ok=True)
-    # Compiled in a temporary folder, then moved: another process never finds half a file, and two may compile at the same time.
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        # Compiled and linked in two commands: -fopenmp at the link would load the system's OpenMP beside torch's.
-        steps = (
-            [compiler, *FLAGS[:-2], FLAGS[-1], *OPENMP, "-c", str(SOURCE), "-o", f"{work}/native.o"],
-            [compiler, *FLAGS, f"{work}/native.o", str(openmp), "-o", f"{work}/{name}"],
-        )
-        for command in steps:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
-        os.replace(f"{work}/{name}", folder / name)
-    return folder / name
-
-
-def _openmp() -> Path:
-    """torch's OpenMP library, which is loaded in this process."""
-    names = ("libgomp", "libomp", "libiomp5")
-    maps = Path("/proc/self/maps")
-    loaded = {Path(line.split()[-1]) for line in maps.read_text().splitlines()} if maps.exists() else set[Path]()
-    beside = set((Path(torch.__file__).parent / "lib").glob("lib*"))
-    for path in sorted(loaded) + sorted(beside):
-        if path.name.startswith(names):
-            return path
-    raise RuntimeError("torch's OpenMP library was not found")
-
-
-def _processor() -> str:
-    """What -march=native depends on: several machines may share one cache folder."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
-    kept = [line for line in lines if line.split(":")[0].strip() in ("model name", "flags", "Features", "CPU part")]
-    return "\n".join([platform.machine(), platform.processor(), *kept])
