@@ -52,10 +52,9 @@ LEVELS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
 def locate() -> Path:
     """The compiled file for this processor. RuntimeError or OSError: why there is none."""
     level = choose_level()
-    name = f"native-{level}-{_digest(level)}"
-    if (inside := PREBUILT / f"{name}.so").exists():
+    if (inside := PREBUILT / name_inside(level)).exists():
         return inside
-    folder = cache_folder()
+    folder, name = cache_folder(), Path(name_inside(level)).stem
     if (cached := _cached(folder, name)) is not None:
         return cached
     compiler = find_compiler()
@@ -143,9 +142,10 @@ def share_openmp() -> None:
     ctypes.CDLL(str(_openmp()), mode=ctypes.RTLD_GLOBAL)
 
 
-def _digest(level: str) -> str:
+def name_inside(level: str) -> str:
+    """The file's name inside the wheel: kernels of other sources have another."""
     sources = [file.read_text() for file in (SOURCE, *sorted(HEADERS.glob("*.h")))]
-    return hashlib.sha256(repr((sources, FLAGS, LEVELS[level][0])).encode()).hexdigest()[:16]
+    return f"native-{level}-{hashlib.sha256(repr((sources, FLAGS, LEVELS[level][0])).encode()).hexdigest()[:16]}.so"
 
 
 def _content(path: Path) -> str:
