@@ -5,10 +5,10 @@ PIP_FLAGS ?= -qq
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast tools check bench format clean compiler-needed page-packages
+.PHONY: help demo test test-fast tools check bench format release clean compiler-needed page-packages
 
 help: ## Print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: .venv/.installed ## Train a Transformer to read dates in 33 languages, in about a minute
 	@$(BIN)/clearhead demo
@@ -42,6 +42,10 @@ check: .venv/.installed node_modules/.installed ## Check format, lint, types, im
 bench: compiler-needed .venv-bench/.installed ## Measure speed and memory beside other libraries
 	@.venv-bench/bin/python benchmarks/run.py
 
+release: compiler-needed .venv-release/.installed ## Build sdist and wheel into dist/ and try them in a clean environment
+	@.venv-release/bin/python release/build.py $(BUILD_FLAGS)
+	@.venv-release/bin/python release/smoke.py dist/*_$$(uname -m).whl
+
 format: .venv/.installed ## Format the code and apply the lint fixes that are safe
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -65,6 +69,9 @@ endef
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(call install,.venv,dev$(COMMA)demo)
+
+.venv-release/.installed: pyproject.toml constraints.txt
+	$(call install,.venv-release,release$(COMMA)all)
 
 .venv-bench/.installed: pyproject.toml constraints.txt
 	$(call install,.venv-bench,bench)

@@ -31,14 +31,19 @@ ROOT = Path(__file__).resolve().parents[1]
 PLATFORM = "manylinux_2_28"
 # Processors below the first of these compile their own kernels, or run on torch's operators.
 WHEELS = {"x86_64": ("x86-64-v3", "x86-64-v4", "x86-64-v4-vnni"), "aarch64": ("aarch64",)}
+NOBODY = ("--owner=0", "--group=0", "--numeric-owner", "--mode=u=rwX,go=rX")
 CROSS = {"aarch64": "aarch64-linux-gnu-g++", "x86_64": "x86_64-linux-gnu-g++"}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the files; files in it are replaced")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "dist", help="folder for the files; files in it are replaced"
+    )
     parser.add_argument("--for", nargs="+", choices=sorted(WHEELS), dest="machines", default=[platform.machine()])
-    parser.add_argument("--draft", action="store_true", help="build although the changelog or the work tree is not ready")
+    parser.add_argument(
+        "--draft", action="store_true", help="build although the changelog or the work tree is not ready"
+    )
     args = parser.parse_args()
     problems = [] if args.draft else not_ready()
     if problems:
@@ -65,7 +70,9 @@ def not_ready() -> list[str]:
         problems.append("the work tree has changes that are not committed")
     changelog = (ROOT / "CHANGELOG.md").read_text()
     if not re.search(rf"^## {re.escape(__version__)} - \d{{4}}-\d\d-\d\d$", changelog, re.MULTILINE):
-        problems.append(f"CHANGELOG.md has no section '## {__version__} - YYYY-MM-DD' (clearhead/version.py names {__version__})")
+        problems.append(
+            f"CHANGELOG.md has no section '## {__version__} - YYYY-MM-DD' (clearhead/version.py names {__version__})"
+        )
     return problems
 
 
@@ -89,8 +96,7 @@ def normalise_sdist(built: Path, path: Path) -> None:
         run(["tar", "-xzf", str(built), "-C", work])
         (folder,) = Path(work).iterdir()
         made = subprocess.run(
-            ["tar", "--sort=name", f"--mtime=@{os.environ['SOURCE_DATE_EPOCH']}", "--owner=0", "--group=0", "--numeric-owner"]
-            + ["--mode=u=rwX,go=rX", "-cf", "-", folder.name],
+            ["tar", "--sort=name", f"--mtime=@{os.environ['SOURCE_DATE_EPOCH']}", *NOBODY, "-cf", "-", folder.name],
             cwd=work,
             capture_output=True,
             check=True,
@@ -157,7 +163,9 @@ def write_provenance(out: Path) -> None:
                 "builder": {"id": os.environ.get("GITHUB_WORKFLOW_REF", "a developer's computer")},
                 "metadata": {
                     "python": platform.python_version(),
-                    "compiler": subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout.split("\n")[0],
+                    "compiler": subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout.split(
+                        "\n"
+                    )[0],
                 },
             },
         },

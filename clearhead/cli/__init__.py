@@ -16,6 +16,7 @@ from clearhead.cli import (
     classify,
     cost,
     demo,
+    doctor,
     embed,
     evaluate,
     explore,
@@ -48,6 +49,7 @@ app.command("transcribe")(transcribe.run)
 app.command("cost")(cost.run)
 app.command("explore")(explore.run)
 app.command("serve")(serve.run)
+app.command("doctor")(doctor.run)
 
 
 def _show_version(wanted: bool) -> bool:

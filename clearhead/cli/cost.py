@@ -68,11 +68,15 @@ def run(
     device: Annotated[
         str, typer.Option(help="cpu or cuda. auto: cuda for a forecast, the best there is for --measure.")
     ] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the forecast as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:
     """Say what a model takes: parameters, operations, memory and time, part by part."""
     from clearhead.cli import cost_tables as tables
 
+    if as_json and (geometry or plot is not None):
+        raise InputError(
+            f"--json is for tables of numbers; {'--geometry' if geometry else '--plot'} has none; leave one out"
+        )
     if geometry:
         from clearhead.cli.geometry_tables import show_geometry
 
@@ -91,9 +95,9 @@ def run(
 
         plot_over_length(plot, case, spec, measured=measure)
     elif measure:
-        tables.show_measured(case)
+        tables.show_measured(case, as_json=as_json)
     elif fit is not None:
-        tables.show_fit(case, fit)
+        tables.show_fit(case, fit, as_json=as_json)
     elif as_json:
         typer.echo(json.dumps(asdict(case.forecast()), indent=2))
     else:

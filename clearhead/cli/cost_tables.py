@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from clearhead.cli.console import plain_table, wide_console
+from clearhead.cli.console import plain_table, wide_console, write_rows
 from clearhead.config import Config
 from clearhead.costs.capacity import devices_needed, largest
 from clearhead.costs.flops import Lengths, check_lengths
@@ -138,45 +138,58 @@ def _time(case: Case, report: Cost, device: DeviceSpec) -> str:
     return f"time     {spell_seconds(seconds)}, {spell_count(tokens / seconds, unit)}: {bound}"
 
 
-def show_fit(case: Case, size: str) -> None:
+def show_fit(case: Case, size: str, *, as_json: bool = False) -> None:
     """The largest batch at the given length, and the largest length at the given batch, in memory of this size."""
-    memory, console = parse_size(size), wide_console()
+    memory = parse_size(size)
+    rows = [largest_fit(case, memory, "batch")]
+    if case.config.inputs != "patches":
+        rows.append(largest_fit(case, memory, "length"))
+    if as_json:
+        write_rows(rows, "json")
+        return
+    console = wide_console()
     console.print(case.title() + "\n")
-    config, workload, lengths = case.config, case.workload, case.lengths
     table = plain_table(f"in {spell_bytes(memory)}", "largest", "peak memory")
-    rows = [("batch", f"batch at length {lengths.target:,}")]
-    if config.inputs != "patches":
-        rows.append(("length", f"length at batch {workload['batch']:,}"))
-    for vary, label in rows:
-        n = largest(config, memory, vary, **workload)
-        changes = {vary: n}
-        if vary == "length" and lengths.source and not workload["source_length"]:
-            changes["source_length"] = n
-        peak = spell_bytes(case.forecast(**changes).peak_bytes) if n else "does not fit"
-        table.add_row(label, f"{n:,}", peak)
-        if vary == "length" and n > config.max_len:
-            table.add_row(f"  (the model is made for {config.max_len:,})", "", "")
+    labels = {
+        "batch": f"batch at length {case.lengths.target:,}",
+        "length": f"length at batch {case.workload['batch']:,}",
+    }
+    for row in rows:
+        peak = spell_bytes(row["peak_bytes"]) if row["largest"] else "does not fit"
+        table.add_row(labels[row["vary"]], f"{row['largest']:,}", peak)
+        if row["vary"] == "length" and row["largest"] > case.config.max_len:
+            table.add_row(f"  (the model is made for {case.config.max_len:,})", "", "")
     console.print(table)
 
 
-def show_measured(case: Case) -> None:
+def largest_fit(case: Case, memory: int, vary: str) -> dict[str, Any]:
+    n = largest(case.config, memory, vary, **case.workload)
+    changes = {vary: n}
+    if vary == "length" and case.lengths.source and not case.workload["source_length"]:
+        changes["source_length"] = n
+    return {"vary": vary, "largest": n, "peak_bytes": case.forecast(**changes).peak_bytes if n else None}
+
+
+def show_measured(case: Case, *, as_json: bool = False) -> None:
     """The forecast beside the measurement. The time is forecast from one run at half the length."""
     from clearhead.costs.measurement import Calibration, measure
 
     work = case.measurable()
-    console = wide_console()
-    console.print(case.title() + "\n")
     shorter = work.shorter()
     short, measured = measure(shorter, work, repeats=7)
     forecast = case.forecast(chunked_loss=False)
-    seconds = Calibration(shorter, short).seconds(work)
+    there = [field for field in COLUMNS if getattr(measured, field, None)]
+    rows: dict[str, tuple[Any, Any]] = {field: (getattr(forecast, field), getattr(measured, field)) for field in there}
+    rows["seconds"] = Calibration(shorter, short).seconds(work), measured.seconds
+    if as_json:
+        write_rows([{"what": what, "forecast": pair[0], "measured": pair[1]} for what, pair in rows.items()], "json")
+        return
+    console = wide_console()
+    console.print(case.title() + "\n")
     table = plain_table("", "forecast", "measured", "error")
-    for field, label in COLUMNS.items():
-        expected, actual = getattr(forecast, field), getattr(measured, field, None)
-        if actual:
-            spell = spell_bytes if field.endswith("bytes") else "{:,}".format
-            table.add_row(label, spell(expected), spell(actual), _error(expected, actual))
-    table.add_row("time", spell_seconds(seconds), spell_seconds(measured.seconds), _error(seconds, measured.seconds))
+    for field, (expected, actual) in rows.items():
+        spell = spell_seconds if field == "seconds" else spell_bytes if field.endswith("bytes") else "{:,}".format
+        table.add_row(COLUMNS.get(field, "time"), spell(expected), spell(actual), _error(expected, actual))
     console.print(table)
     run = f"length {shorter.lengths.target:,}" if shorter.batch == work.batch else f"batch {shorter.batch}"
     console.print(f"\ntime is forecast from one run at {run}, which took {spell_seconds(short.seconds)}")

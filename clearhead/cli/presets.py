@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clearhead.cli.console import plain_table, wide_console
+from clearhead.cli.console import plain_table, wide_console, write_rows
 from clearhead.config import Config
 from clearhead.costs.parameters import count_parameters
 from clearhead.errors import ConfigError, did_you_mean
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 def run(
     family: Annotated[str | None, typer.Argument(help="Only this family's sizes, e.g. llama.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the sizes as JSON.")] = False,
 ) -> None:
     """Show every named size: name, family, shape, layers, width, heads, parameters."""
     from clearhead.families import FAMILIES, preset, presets
@@ -24,8 +25,17 @@ def run(
     if family is not None and family not in FAMILIES:
         raise ConfigError(f"there is no family {family!r}; {did_you_mean(family, FAMILIES)}")
     configs = {name: preset(name) for name in presets()}
-    table = preset_table({n: c for n, c in configs.items() if family in (None, c.family)})
-    wide_console().print(table)
+    configs = {name: config for name, config in configs.items() if family in (None, config.family)}
+    if as_json:
+        write_rows([preset_row(name, config) for name, config in configs.items()], "json")
+    else:
+        wide_console().print(preset_table(configs))
+
+
+def preset_row(name: str, config: Config) -> dict[str, Any]:
+    fields = ("family", "shape", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab_size", "max_len")
+    total = sum(count_parameters(config).values())
+    return {"name": name, **{field: getattr(config, field) for field in fields}, "parameters": total}
 
 
 def preset_table(configs: dict[str, Config]) -> Table:

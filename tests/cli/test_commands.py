@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -110,6 +111,13 @@ def test_presets_is_a_table_of_every_size() -> None:
 def test_presets_of_one_family(family: str) -> None:
     table = rows(in_process("presets", family))
     assert list(table)[1:] == list(FAMILIES[family].SIZES)
+
+
+def test_presets_as_json() -> None:
+    sizes = json.loads(in_process("presets", "llama", "--json"))
+    assert {row["family"] for row in sizes} == {"llama"}
+    (small,) = (row for row in sizes if row["name"] == "llama-7b")
+    assert (small["d_model"], small["parameters"]) == (4096, 6_738_415_616)
 
 
 def test_a_table_in_a_narrow_pipe_keeps_its_width() -> None:

@@ -68,6 +68,18 @@ def test_training_decoding_and_options() -> None:
     assert "gpt2 is made for 1,024 tokens" in output("gpt2", "--length", "4096")
 
 
+def test_every_table_of_numbers_is_json_too() -> None:
+    batch, length = json.loads(output("gpt2", "--fit", "24GB", "--json"))
+    assert (batch["vary"], length["vary"]) == ("batch", "length")
+    assert f"{batch['largest']:,}" in output("gpt2", "--fit", "24GB")
+    assert batch["peak_bytes"] <= 24e9
+    rows = json.loads(output("gpt2", *TINY, "--measure", "--length", "32", "--json"))
+    assert {"flops", "weight_bytes", "seconds"} <= {row["what"] for row in rows}
+    assert all(row["measured"] > 0 for row in rows)
+    assert "--geometry has none" in refused("--geometry", "--json")
+    assert "--plot has none" in refused("gpt2", "--plot", "x.png", "--json")
+
+
 def test_json_is_the_forecast() -> None:
     result = json.loads(output("gpt2", "--mode", "train", "--batch", "4", "--json"))
     report = ch.cost(ch.preset("gpt2"), batch=4, mode="train", precision="bfloat16", device="cuda")

@@ -1,0 +1,70 @@
+"""`clearhead doctor`: true on this machine, and honest about what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from clearhead.cli import app, doctor
+from clearhead.kernels import native, native_library
+
+try:
+    import tomllib
+except ImportError:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def findings() -> dict[str, dict[str, dict[str, Any]]]:
+    result = CliRunner().invoke(app, ["doctor", "--json"], catch_exceptions=False)
+    return {title: {each["name"]: each for each in part} for title, part in json.loads(result.stdout).items()}
+
+
+def test_it_says_what_is_here(findings: dict[str, dict[str, dict[str, Any]]]) -> None:
+    here = findings["machine"]
+    assert here["python"]["found"].startswith(platform.python_version())
+    assert here["torch"]["found"].startswith(f"{torch.__version__}, {torch.get_num_threads()} threads")
+    assert all(each["remedy"] is None for each in here.values())
+    assert float(findings["speed"]["memory"]["found"].split()[0]) > 0
+    assert ("decoding" in findings["speed"]) == native.is_there()
+    if native.is_there():
+        assert findings["kernels"]["cpu"]["found"].startswith(native_library.choose_level())
+    assert all(each["found"].startswith("here: ") for each in findings["extras"].values()), "tests have every extra"
+
+
+def test_every_extra_is_named() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        declared = set(tomllib.load(file)["project"]["optional-dependencies"])
+    assert set(doctor.EXTRAS) == declared - {"all", "bench", "dev", "release"}
+
+
+def test_what_is_missing_comes_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "is_installed", lambda package: package not in ("fastapi", "uvicorn", "pyarrow"))
+    found = {each.name: each for each in doctor.extras()}
+    assert found["serve"].found.startswith("missing (fastapi, uvicorn): clearhead serve")
+    assert found["serve"].remedy == "pip install 'clearhead[serve]'"
+    assert found["parquet"].remedy == "pip install 'clearhead[parquet]'"
+    assert found["plot"].remedy is None
+
+
+@pytest.mark.slow
+def test_a_machine_without_compiler(tmp_path: Path) -> None:
+    env = {**os.environ, "PATH": "", "CXX": "", "CLEARHEAD_CACHE": str(tmp_path), "NO_COLOR": "1", "FORCE_COLOR": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "clearhead", "doctor"], capture_output=True, text=True, env=env, check=True, cwd=ROOT
+    )
+    assert "torch's operators: no C++ compiler was found" in done.stdout
+    hint = doctor.install_hint("g++ python3-dev")
+    assert f"not on the CPU: no g++\n{'':17}-> {hint}" in done.stdout
+    assert "\x1b[3" not in done.stdout, "NO_COLOR"
