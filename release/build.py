@@ -114,8 +114,12 @@ def add_kernels(plain: Path, machine: str, out: Path, work: Path) -> Path:
         raise SystemExit(f"error: no {CROSS[machine]} found; on Debian or Ubuntu: apt install g++-aarch64-linux-gnu")
     folder = content / "clearhead" / "kernels" / "prebuilt"
     folder.mkdir()
+    check = work / f"check-{machine}"
+    run([compiler, "-O1", "-fopenmp", str(ROOT / "release" / "check_kernels.cpp"), "-o", str(check), "-ldl"])
     for level in WHEELS[machine]:
-        native_library.compile_to(folder / native_library.name_inside(level), level, compiler)
+        library = folder / native_library.name_inside(level)
+        native_library.compile_to(library, level, compiler)
+        try_kernels(check, library, machine, level)
     tag = f"py3-none-{PLATFORM}_{machine}"
     (facts,) = content.glob("*.dist-info/WHEEL")
     lines = facts.read_text().replace("Root-Is-Purelib: true", "Root-Is-Purelib: false")
@@ -127,6 +131,23 @@ def add_kernels(plain: Path, machine: str, out: Path, work: Path) -> Path:
     with WheelFile(path, "w") as wheel:
         wheel.write_files(content)
     return path
+
+
+def try_kernels(check: Path, library: Path, machine: str, level: str) -> None:
+    """Compare the kernels with plain sums, under an emulator where they are for another processor."""
+    if machine == platform.machine():
+        if not native_library.LEVELS[level][1] <= native_library.processor_words():
+            print(f"{level}: compiled, not run: this processor is below it")
+            return
+        run([str(check), str(library)])
+    else:
+        emulator = shutil.which(f"qemu-{machine}")
+        if emulator is None:
+            raise SystemExit(
+                f"error: no qemu-{machine} found to try the kernels with; on Debian or Ubuntu: apt install qemu-user"
+            )
+        run([emulator, "-L", f"/usr/{machine}-linux-gnu", str(check), str(library)])
+    print(f"{level}: {library.stat().st_size / 1e3:.0f} kB, compared with plain sums")
 
 
 def audit(wheel: Path) -> None:
