@@ -37,6 +37,7 @@ check: .venv/.installed node_modules/.installed ## Check format, lint, types, im
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	npm run --silent check
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/python -m pytest tests/test_arrows.py tests/test_public_names.py
 
 bench: compiler-needed .venv-bench/.installed ## Measure speed and memory beside other libraries
