@@ -33,7 +33,12 @@ def run(
         ),
     ] = None,
     max_texts: Annotated[int, typer.Option(min=1, help="The most texts written at once.")] = 256,
-    streams: Annotated[int, typer.Option(min=1, help="The most requests at once under one key.")] = 512,
+    streams: Annotated[
+        int, typer.Option(min=1, help="The most requests at once of one key; without keys, of one address.")
+    ] = 512,
+    connections: Annotated[
+        int, typer.Option(min=16, help="The most open connections; half of them from one address.")
+    ] = 2048,
     seconds: Annotated[float, typer.Option(min=0.1, help="The longest that a request may take.")] = 600.0,
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds that running requests have to finish after SIGTERM.")
@@ -63,7 +68,8 @@ def run(
         name: load_worker(find_model(path), name, max_rows=max_texts, **options) for name, path in named_models.items()
     }
     host_names = (*(allow_host or []), *(() if host in (*LOCAL, "0.0.0.0", "::") else (host,)))
-    app = make_app(workers, Limits(streams=streams, seconds=seconds, hosts=host_names, keys=api_keys))
+    limits = Limits(streams=streams, seconds=seconds, connections=connections, hosts=host_names, keys=api_keys)
+    app = make_app(workers, limits)
     for each in workers.values():
         typer.echo(f"{each.name}: {each.kind}, {count_weights(each.model):,} parameters", err=True)
     run_app(app, workers.values(), grace, host=host, port=port)

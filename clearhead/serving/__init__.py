@@ -11,6 +11,8 @@ openai_format.py         log-probabilities and events in OpenAI's form
 explanation.py           attention, lens and ablation returned with a text
 model_worker.py          a model, and the thread that steps its engine
 guards.py, metrics.py    middleware: keys, host names, sizes; counts and times
+connections.py           limits on connections: number, time for headers and bodies, pieces
+log_limits.py            a repeated line of the log is counted
 http_errors.py           exceptions to HTTP answers
 cancellation.py          work that ends with its client
 

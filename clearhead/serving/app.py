@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from clearhead.serving.chat_routes import chat_router
 from clearhead.serving.completion_routes import completion_router
+from clearhead.serving.connections import ConnectionTable
 from clearhead.serving.embedding_routes import embedding_router
 from clearhead.serving.explorer_routes import explorer_router
 from clearhead.serving.guards import Guard, Limits
@@ -45,7 +46,8 @@ def make_app(workers: Mapping[str, ModelWorker], limits: Limits | None = None) -
             await asyncio.to_thread(worker.close)
 
     app = FastAPI(title="clearhead", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.state.is_ending = False
+    app.state.is_ending, app.state.connections = False, ConnectionTable(service.limits)
+    service.metrics.connections.set_function(lambda: len(app.state.connections.open))
     app.add_middleware(Guard, limits=service.limits)  # type: ignore[arg-type]
     app.add_middleware(Count, metrics=service.metrics)  # type: ignore[arg-type]
     add_error_handlers(app)

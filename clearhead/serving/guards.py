@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
@@ -23,6 +24,8 @@ OPEN = (
     "/",
 )  # without a key: health probes have none, and a browser none before the page is loaded
 PAGE = "/page/"  # the page's files, also without a key
+HEALTH = ("/healthz", "/readyz")  # answered whatever else is refused: a server that is only busy must not be restarted
+OVER = "over"  # in a scope's state: why its connection is one too many
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,12 @@ class Limits:
 
     body: int = 8_000_000  # bytes
     sound: int = 32_000_000  # bytes of an uploaded file
-    streams: int = 512  # requests at once under one key
+    bodies: int = 128_000_000  # bytes, of all requests of one client that are not answered yet
+    streams: int = 512  # requests at once of one client: of one key, or of one address where there are no keys
     seconds: float = 600.0  # for one request
+    connections: int = 2048  # in all; half of them from one address
+    header_seconds: float = 10.0  # for the header of a request to arrive
+    body_seconds: float = 20.0  # for its body, which has longer the more of it has arrived
     hosts: tuple[str, ...] = ()  # names of the server that are allowed in Host and Origin, besides local ones
     keys: tuple[str, ...] = field(default=(), repr=False)
 
@@ -53,25 +60,26 @@ class Guard:
     """Middleware that checks Host and Origin, the key, the size of the body, and the number of requests at once."""
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
-        self.app, self.limits, self.open = app, limits, Counter[str]()
+        self.app, self.limits = app, limits
+        self.open, self.held = Counter[str](), Counter[str]()  # requests at once, bytes of their bodies; by client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         headers, path = Headers(scope=scope), scope["path"]
-        refusal = self._refuse(headers, path)
-        if refusal is None and path.startswith("/v1/") and scope["app"].state.is_ending:
-            refusal = error(503, STOPPING, "server_error")
-        if refusal is not None:
+        if (refusal := self._refuse(scope, headers, path)) is not None:
             await answer(send, *refusal)
-            return
-        key = _given_key(headers) if self.limits.keys else ""
-        if self.open[key] >= self.limits.streams:
-            message = f"{self.limits.streams} requests at once are the limit; wait for one to end"
-            await answer(send, *error(429, message, "rate_limit_error"))
-            return
-        self.open[key] += 1
+        elif path in HEALTH:
+            await self.app(scope, receive, send)
+        else:
+            await self._run(scope, receive, send, headers)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
+        """The request within its client's limits and its time."""
+        client = _given_key(headers) if self.limits.keys else network_of(scope.get("client"))
+        scope.setdefault("state", {})["client"] = client
+        share = Share(self, client, self._most(scope["path"]))
         has_begun = False
 
         async def watched(message: Message) -> None:
@@ -80,18 +88,20 @@ class Guard:
             await send(message)
 
         try:
-            # Ends clients that send or read too slowly. Routes have a shorter limit and a better message.
-            work = self.app(scope, self._counted(receive, path), watched)
+            if not ("content-length" in headers or "transfer-encoding" in headers):
+                share.take_slot()
+            # Ends clients that read too slowly. Routes have a shorter limit and a better message.
+            work = self.app(scope, share.counted(receive), watched)
             await asyncio.wait_for(work, self.limits.seconds + PATIENCE)
         except asyncio.TimeoutError:
             if not has_begun:
                 await answer(send, *error(408, "the request took too long to arrive", "timeout_error"))
+        except HTTPException as raised:
+            await answer(send, *error(raised.status_code, raised.detail, "rate_limit_error"))
         finally:
-            self.open[key] -= 1
-            if not self.open[key]:
-                del self.open[key]
+            share.give_back()
 
-    def _refuse(self, headers: Headers, path: str) -> tuple[int, dict[str, Any]] | None:
+    def _refuse(self, scope: Scope, headers: Headers, path: str) -> tuple[int, dict[str, Any]] | None:
         # A page of another site must not reach this server, even if its name resolves to this machine (DNS rebinding).
         if not self._is_ours(headers.get("host", "")):
             return error(421, "this server is not known under that name; see --allow-host")
@@ -106,7 +116,11 @@ class Guard:
                 return error(401, "a valid API key is needed: Authorization: Bearer ...", code="invalid_api_key")
         length = headers.get("content-length", "0")
         if not length.isdecimal() or len(length) > 20 or int(length) > self._most(path):
-            return error(413, self._too_large(path))
+            return error(413, too_large(self._most(path)))
+        if path.startswith("/v1/") and scope["app"].state.is_ending:
+            return error(503, STOPPING, "server_error")
+        if path not in HEALTH and (why := scope.get("state", {}).get(OVER)):
+            return error(503, why, "overloaded_error")
         return None
 
     def _is_ours(self, host: str) -> bool:
@@ -116,21 +130,62 @@ class Guard:
     def _most(self, path: str) -> int:
         return self.limits.sound if path.startswith("/v1/audio") else self.limits.body
 
-    def _too_large(self, path: str) -> str:
-        return f"the body is larger than {self._most(path):,} bytes; send less"
 
-    def _counted(self, receive: Receive, path: str) -> Callable[[], Awaitable[Message]]:
-        left = self._most(path)
+class Share:
+    """What one request takes of its client's limits: bytes while its body arrives, then one of the requests at once.
 
+    A body that does not arrive takes no slot: a client with many of them would lock out its own others.
+    """
+
+    def __init__(self, guard: Guard, client: str, most: int) -> None:
+        self.guard, self.client, self.most = guard, client, most
+        self.n_bytes, self.has_slot = 0, False
+
+    def take_slot(self) -> None:
+        limit = self.guard.limits.streams
+        if self.guard.open[self.client] >= limit:
+            raise HTTPException(429, f"{limit} requests at once are the limit; wait for one to end")
+        self.guard.open[self.client] += 1
+        self.has_slot = True
+
+    def counted(self, receive: Receive) -> Callable[[], Awaitable[Message]]:
         async def counted() -> Message:
-            nonlocal left
             message = await receive()
-            left -= len(message.get("body", b""))
-            if left < 0:
-                raise HTTPException(413, self._too_large(path))
+            n, limit = len(message.get("body", b"")), self.guard.limits.bodies
+            self.n_bytes += n
+            self.guard.held[self.client] += n
+            if self.n_bytes > self.most:
+                raise HTTPException(413, too_large(self.most))
+            if self.guard.held[self.client] > limit:
+                raise HTTPException(429, f"{limit:,} bytes of requests at once are the limit; wait for one to end")
+            if message["type"] == "http.request" and not message.get("more_body", False) and not self.has_slot:
+                self.take_slot()
             return message
 
         return counted
+
+    def give_back(self) -> None:
+        for counter, n in ((self.guard.open, int(self.has_slot)), (self.guard.held, self.n_bytes)):
+            counter[self.client] -= n
+            if not counter[self.client]:
+                del counter[self.client]
+
+
+def too_large(most: int) -> str:
+    return f"the body is larger than {most:,} bytes; send less"
+
+
+def network_of(client: tuple[str, int] | None) -> str:
+    """What counts as one address: one of IPv4, or the first 64 bits of one of IPv6, as providers give them out."""
+    if client is None:
+        return ""
+    try:
+        address = ipaddress.ip_address(client[0].partition("%")[0])
+    except ValueError:
+        return client[0]
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
+        return str(ipaddress.ip_network((int(address), 64), strict=False))
+    return str(address)
 
 
 def _given_key(headers: Headers) -> str:

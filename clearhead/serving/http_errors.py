@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from clearhead.errors import ClearheadError
 from clearhead.serving.guards import error
@@ -25,6 +26,7 @@ class UnknownModelError(Exception):
 HANDLED = (
     RequestValidationError,
     HTTPException,
+    ClientDisconnect,
     ClearheadError,
     FullError,
     BrokenError,
@@ -60,7 +62,10 @@ def error_body(raised: BaseException) -> tuple[int, dict[str, Any]]:
             field = first.get("ctx", {}).get("field")  # the one that is unknown
             return error(400, message, param=".".join(filter(None, (where, field))) or "body")
         case HTTPException():
-            return error(raised.status_code, str(raised.detail))
+            kind = "rate_limit_error" if raised.status_code == 429 else "invalid_request_error"
+            return error(raised.status_code, str(raised.detail), kind)
+        case ClientDisconnect():
+            return error(499, "the client has gone")
         case UnknownModelError():
             return error(404, str(raised), code="model_not_found")
         case ClearheadError() | ValueError():

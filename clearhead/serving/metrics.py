@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -43,6 +43,7 @@ class Metrics:
         )
         whole = "Seconds from a request to the end of its answer"
         self.whole = Histogram("clearhead_request_seconds", whole, ["route"], buckets=SECONDS, registry=registry)
+        self.connections = Gauge("clearhead_connections", "Open connections", registry=registry)
         self.registry.register(Engines(workers))
 
 
@@ -92,7 +93,9 @@ class Count:
             self.metrics.requests.labels(route, str(status)).inc()
             self.metrics.whole.labels(route).observe(seconds)
             facts = (_known(scope["method"]), route, status, seconds, "yes" if is_whole else "no")
-            log.info("method=%s route=%s status=%d seconds=%.3f whole=%s", *facts)
+            # Refusals cost a client nothing: their lines are limited.
+            kind = f"route={route} status={status}" if status >= 400 else None
+            log.info("method=%s route=%s status=%d seconds=%.3f whole=%s", *facts, extra={"kind": kind})
 
 
 def _known(method: str) -> str:

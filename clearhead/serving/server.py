@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import socket
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -13,10 +15,19 @@ import uvicorn
 import uvicorn.config
 from fastapi import FastAPI
 
+from clearhead.serving.connections import Connection
+from clearhead.serving.log_limits import RepeatLimit
 from clearhead.serving.model_worker import ModelWorker
+
+try:
+    import resource
+except ImportError:  # Windows has no such limit
+    resource = None
 
 REFUSAL_SECONDS = 5  # for clients to read the errors at the end
 LATE_SECONDS = 0.5  # in which requests on open connections still get a 503
+BACKLOG = 256  # connections that are accepted at once
+FILES = 256  # other open files of the process
 
 
 class Server(uvicorn.Server):
@@ -31,7 +42,17 @@ class Server(uvicorn.Server):
         ready: Callable[[int], object],
     ) -> None:
         super().__init__(config)
+        self.table, self.log_limit = app.state.connections, RepeatLimit()
+        config.http = partial(Connection, table=self.table)  # type: ignore[assignment]
+        for handler in logging.getLogger("uvicorn").handlers:
+            handler.addFilter(self.log_limit)
         self.app, self.workers, self.grace, self.ready = app, list(workers), grace, ready
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % 10 == 0:  # once a second
+            self.table.sweep()
+            self.log_limit.tell()
+        return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -67,7 +88,26 @@ def run_app(
     """
     logs: dict[str, Any] = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
     logs["loggers"]["clearhead.serving"] = {"handlers": ["default"], "level": "INFO", "propagate": False}
+    logs["root"] = {"handlers": ["default"], "level": "WARNING"}  # what asyncio says, within the log's limit, too
+    app.state.connections.most = open_files(app.state.connections.most)
     timeout = int(grace) + REFUSAL_SECONDS
     # Uvicorn's access log holds paths and addresses; ours only routes and times.
-    config = uvicorn.Config(app, log_config=logs, access_log=False, timeout_graceful_shutdown=timeout, **options)
+    config = uvicorn.Config(
+        app, log_config=logs, access_log=False, backlog=BACKLOG, timeout_graceful_shutdown=timeout, **options
+    )
     Server(app, config, workers, grace, ready).run()
+
+
+def open_files(n_connections: int) -> int:
+    """Allow the process so many connections; returns how many it may have.
+
+    With every file descriptor in use no connection would be accepted, not even a health check's.
+    """
+    if resource is None:
+        return n_connections
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed, infinite = n_connections + BACKLOG + FILES, resource.RLIM_INFINITY
+    if soft != infinite and soft < needed:
+        soft = needed if hard == infinite else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return n_connections if soft == infinite else min(n_connections, max(16, soft - BACKLOG - FILES))
