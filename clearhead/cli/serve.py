@@ -55,24 +55,28 @@ def run(
         from clearhead.serving.server import run_app
     except ImportError as error:
         raise MissingExtraError(f"serving needs {error.name}; install clearhead[serve]") from None
-    api_keys = read_keys(keys)
-    if host not in LOCAL and not api_keys:
-        raise InputError(
-            f"--host {host} lets others in, and there are no keys; got neither --keys nor CLEARHEAD_API_KEYS; set one, "
-            f"or listen on 127.0.0.1"
-        )
+    api_keys, is_local = read_keys(keys), host in LOCAL
+    check_access(host, is_local, api_keys)
     check_port(host, port)
     named_models = read_names(models)
     options: dict[str, Any] = dict(device=find_device(device), quantize=quantize, max_tokens=max_tokens)
     workers = {
         name: load_worker(find_model(path), name, max_rows=max_texts, **options) for name, path in named_models.items()
     }
-    host_names = (*(allow_host or []), *(() if host in (*LOCAL, "0.0.0.0", "::") else (host,)))
+    host_names = (*(allow_host or []), *(() if is_local or host in ("0.0.0.0", "::") else (host,)))
     limits = Limits(streams=streams, seconds=seconds, connections=connections, hosts=host_names, keys=api_keys)
     app = make_app(workers, limits)
     for each in workers.values():
         typer.echo(f"{each.name}: {each.kind}, {count_weights(each.model):,} parameters", err=True)
     run_app(app, workers.values(), grace, host=host, port=port)
+
+
+def check_access(host: str, is_local: bool, keys: tuple[str, ...]) -> None:
+    if not is_local and not keys:
+        raise InputError(
+            f"--host {host} lets others in, and there are no keys; got neither --keys nor CLEARHEAD_API_KEYS; set one, "
+            f"or listen on 127.0.0.1"
+        )
 
 
 def read_names(models: list[str]) -> dict[str, str]:
