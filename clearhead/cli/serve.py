@@ -43,31 +43,29 @@ def run(
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds that running requests have to finish after SIGTERM.")
     ] = 30.0,
+    measure: Annotated[
+        bool | None,
+        typer.Option(help="Whether the page may measure speed. Without it: on this machine alone, and without keys."),
+    ] = None,
     quantize: Annotated[str | None, typer.Option(help="Hold weights in fewer bits: int8 or int4.")] = None,
     device: Device = "auto",
 ) -> None:
     """Serve models over HTTP: /v1/completions, /v1/chat/completions, /v1/embeddings, /v1/translate, /v1/audio/transcriptions."""
     try:
-        from clearhead.quantization.model_weights import count_weights
         from clearhead.serving.app import make_app
         from clearhead.serving.guards import LOCAL, Limits
-        from clearhead.serving.model_worker import load_worker
         from clearhead.serving.server import run_app
     except ImportError as error:
         raise MissingExtraError(f"serving needs {error.name}; install clearhead[serve]") from None
     api_keys, is_local = read_keys(keys), host in LOCAL
     check_access(host, is_local, api_keys)
     check_port(host, port)
-    named_models = read_names(models)
     options: dict[str, Any] = dict(device=find_device(device), quantize=quantize, max_tokens=max_tokens)
-    workers = {
-        name: load_worker(find_model(path), name, max_rows=max_texts, **options) for name, path in named_models.items()
-    }
+    workers = load_workers(models, max_rows=max_texts, **options)
     host_names = (*(allow_host or []), *(() if is_local or host in ("0.0.0.0", "::") else (host,)))
-    limits = Limits(streams=streams, seconds=seconds, connections=connections, hosts=host_names, keys=api_keys)
-    app = make_app(workers, limits)
-    for each in workers.values():
-        typer.echo(f"{each.name}: {each.kind}, {count_weights(each.model):,} parameters", err=True)
+    measures = is_local and not api_keys if measure is None else measure
+    each_client: dict[str, Any] = dict(streams=streams, seconds=seconds, connections=connections, measures=measures)
+    app = make_app(workers, Limits(**each_client, hosts=host_names, keys=api_keys))
     run_app(app, workers.values(), grace, host=host, port=port)
 
 
@@ -77,6 +75,18 @@ def check_access(host: str, is_local: bool, keys: tuple[str, ...]) -> None:
             f"--host {host} lets others in, and there are no keys; got neither --keys nor CLEARHEAD_API_KEYS; set one, "
             f"or listen on 127.0.0.1"
         )
+
+
+def load_workers(models: list[str], **options: Any) -> dict[str, Any]:
+    """A worker for each model, by its name, and a line about each."""
+    from clearhead.quantization.model_weights import count_weights
+    from clearhead.serving.model_worker import load_worker
+
+    named = {name: find_model(path) for name, path in read_names(models).items()}
+    workers = {name: load_worker(path, name, **options) for name, path in named.items()}
+    for each in workers.values():
+        typer.echo(f"{each.name}: {each.kind}, {count_weights(each.model):,} parameters", err=True)
+    return workers
 
 
 def read_names(models: list[str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Generator
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "int8": {"precision": "float32", "quantize": "int8"},
     "int4": {"precision": "float32", "quantize": "int4"},
 }
+MEASURE_SECONDS = 10.0  # the longest measurement: the machine is slower for others meanwhile
+FORWARD: dict[str, Any] = {"batch": 1, "mode": "forward", "precision": "float32"}
 KINDS = {
     "weights": "weight_bytes",
     "gradients": "gradient_bytes",
@@ -109,29 +112,51 @@ def _crossover(config: Config, options: dict[str, Any]) -> int | None:
     return high
 
 
-def measure(passes: ForwardPasses, fields: Fields) -> bytes:
-    """Seconds of the model on one row of random tokens of each length: the fastest of three calls."""
-    config = passes.model.config
+def measure(passes: ForwardPasses, fields: Fields) -> Generator[None, None, bytes]:
+    """Seconds of the model on one row of random tokens of each length: the fastest of three calls.
+
+    It begins with the shortest and ends before a call that would exceed MEASURE_SECONDS. The answer says which were measured.
+    """
+    config, device = passes.model.config, passes.inputs.device
     if config.inputs == "patches":
         raise InputError(f"a model of pictures has one length, {config.max_len}; measure a model of texts")
     longest = min(
         MAX_TOKENS, config.max_len, config.max_source_len if config.shape == "encoder-decoder" else MAX_TOKENS
     )
-    lengths = fields.integers("lengths", 1, longest, 12)
-    seconds: list[float] = []
-    with eval_mode(passes.model):
-        for length in lengths:
-            source = length if config.shape == "encoder-decoder" and config.inputs == "tokens" else None
-            inputs = make_inputs(config, 1, check_lengths(config, length, source), str(passes.inputs.device))
-            like = example_weight(passes.model).dtype
-            inputs = tuple(x.to(like) if x.is_floating_point() else x for x in inputs)
-            seconds.append(min(_time(passes, inputs) for _ in range(3)))
-    return pack({"lengths": lengths}, seconds=np.array(seconds, dtype=np.float32))
+    lengths = sorted(set(fields.integers("lengths", 1, longest, 12)))
+    until, rate, measured = time.perf_counter() + MEASURE_SECONDS, measure_peak(device), dict[int, float]()
+    for length, forward in zip(lengths, [_cost(config, each, FORWARD) for each in lengths], strict=True):
+        slowest = max((seconds / flops for flops, seconds in measured.items()), default=0.0)
+        expected = max(forward.seconds(rate), forward.flops * slowest)
+        if time.perf_counter() + expected > until:
+            break
+        inputs = _inputs(passes, length)
+        seconds = _time(passes, inputs)
+        for _ in range(2):
+            yield
+            if time.perf_counter() + seconds < until:
+                seconds = min(seconds, _time(passes, inputs))
+        measured[forward.flops] = seconds
+    if lengths and not measured:
+        raise InputError(
+            f"a call of {lengths[0]} tokens takes more than {MEASURE_SECONDS:g} seconds here, the most that is measured; "
+            f"got lengths {lengths}; ask for shorter ones"
+        )
+    found = np.array(list(measured.values()), dtype=np.float32)
+    return pack({"lengths": lengths[: len(found)]}, seconds=found)
+
+
+def _inputs(passes: ForwardPasses, length: int) -> tuple[torch.Tensor, ...]:
+    config, like = passes.model.config, example_weight(passes.model).dtype
+    source = length if config.shape == "encoder-decoder" and config.inputs == "tokens" else None
+    inputs = make_inputs(config, 1, check_lengths(config, length, source), str(passes.inputs.device))
+    return tuple(x.to(like) if x.is_floating_point() else x for x in inputs)
 
 
 def _time(passes: ForwardPasses, inputs: tuple[torch.Tensor, ...]) -> float:
     began = time.perf_counter()
-    passes.model(*inputs)
+    with eval_mode(passes.model):
+        passes.model(*inputs)
     if passes.inputs.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - began

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import fields as fields_of
 from pathlib import Path
@@ -65,6 +66,12 @@ class Explorer:
         self.inputs = Inputs(model, tokenizer, path)
         self.passes = ForwardPasses(self.inputs)
         self.example = example_text(model, tokenizer, path)
+
+    def apart(self) -> Explorer:
+        """The same weights in modules of their own, for another thread: no probe of this explorer sees the other's passes."""
+        held = [*self.model.parameters(), *self.model.buffers()]
+        model = copy.deepcopy(self.model, {id(each): each for each in held})
+        return Explorer(model, self.inputs.maybe_tokenizer, name=self.name, path=self.inputs.path)
 
     def answer(self, name: str, params: object) -> bytes:
         """The packed answer to a request; a wrong request raises an InputError."""

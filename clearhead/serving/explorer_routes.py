@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
 
 from clearhead.errors import InputError, did_you_mean
-from clearhead.explorer.explorer import Explorer, describe, model_of
+from clearhead.explorer.explorer import Explorer, Work, describe, model_of
 from clearhead.explorer.standalone_page import PAGE_FILES
 from clearhead.serving.cancellation import cancel_on_disconnect
 from clearhead.serving.model_worker import ModelWorker
@@ -42,6 +42,10 @@ def explorer_router(service: Service) -> APIRouter:
         name: Explorer(worker.model, worker.tokenizer, name=name, path=worker.path) for name, worker in workers.items()
     }
 
+    # A measurement would hold up the engine's thread for seconds: it has modules and a thread of its own, one at a time.
+    apart = {name: each.apart() for name, each in explorers.items()} if service.limits.measures else {}
+    measuring = asyncio.Lock()
+
     @router.get("/")
     async def page() -> Response:
         text = (PAGE_FILES / "index.html").read_text(encoding="utf-8")
@@ -69,7 +73,11 @@ def explorer_router(service: Service) -> APIRouter:
             model = model_of(params)
             if model not in explorers:
                 raise InputError(f"there is no model {model!r:.100} here; {did_you_mean(model[:100], explorers)}")
-            work = run_work(workers[model], explorers[model].work(name, params))
+            if name == "measure":
+                check_measures(service)
+                work = run_in_thread(apart[model].work(name, params), measuring)
+            else:
+                work = run_work(workers[model], explorers[model].work(name, params))
             answer = await cancel_on_disconnect(request, asyncio.wait_for(work, service.limits.seconds))
         return Response(answer, media_type="application/octet-stream", headers=HEADERS)
 
@@ -94,13 +102,24 @@ def read_params(body: bytes) -> dict[str, Any]:
     return params  # pyright: ignore[reportUnknownVariableType]
 
 
-async def run_work(worker: ModelWorker, work: Generator[None, None, bytes]) -> bytes:
-    """What `work` returns, computed step by step: between steps of the model's engine, or while nobody else uses the model.
+def check_measures(service: Service) -> None:
+    if not service.limits.measures:
+        raise HTTPException(
+            403,
+            "this server does not measure, which takes time from its other users; forecasts are free; see --measure",
+        )
+
+
+async def run_work(worker: ModelWorker, work: Work) -> bytes:
+    """What `work` returns, computed step by step: between steps of the model's engine, or while nobody else uses the model."""
+    return await (run_in_thread(work, worker.lock) if worker.engine is None else worker.run_sliced(work))
+
+
+async def run_in_thread(work: Work, lock: asyncio.Lock) -> bytes:
+    """What `work` returns, computed in a thread while nobody else holds the lock.
 
     After the client has gone no further step is computed: a page that follows typing asks more than it reads.
     """
-    if worker.engine is not None:
-        return await worker.run_sliced(work)
     has_gone = False
 
     def run() -> bytes:
@@ -112,10 +131,10 @@ async def run_work(worker: ModelWorker, work: Generator[None, None, bytes]) -> b
         return b""
 
     async def locked() -> bytes:
-        async with worker.lock:
+        async with lock:
             return await asyncio.to_thread(run)
 
-    # The caller may be cancelled, but the thread runs to the end of its step; the model stays locked until then.
+    # The caller may be cancelled, but the thread runs to the end of its step; the lock is held until then.
     task = asyncio.create_task(locked())
     try:
         return await asyncio.shield(task)

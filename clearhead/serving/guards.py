@@ -40,6 +40,7 @@ class Limits:
     connections: int = 2048  # in all; half of them from one address
     header_seconds: float = 10.0  # for the header of a request to arrive
     body_seconds: float = 20.0  # for its body, which has longer the more of it has arrived
+    measures: bool = True  # whether the explorer's page may measure the model's speed
     hosts: tuple[str, ...] = ()  # names of the server that are allowed in Host and Origin, besides local ones
     keys: tuple[str, ...] = field(default=(), repr=False)
 

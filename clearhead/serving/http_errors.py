@@ -62,7 +62,7 @@ def error_body(raised: BaseException) -> tuple[int, dict[str, Any]]:
             field = first.get("ctx", {}).get("field")  # the one that is unknown
             return error(400, message, param=".".join(filter(None, (where, field))) or "body")
         case HTTPException():
-            kind = "rate_limit_error" if raised.status_code == 429 else "invalid_request_error"
+            kind = {403: "permission_error", 429: "rate_limit_error"}.get(raised.status_code, "invalid_request_error")
             return error(raised.status_code, str(raised.detail), kind)
         case ClientDisconnect():
             return error(499, "the client has gone")

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import clearhead as ch
-from clearhead.explorer import Explorer
+from clearhead.explorer import Explorer, cost_panel
 from clearhead.explorer.fields import Fields
 from clearhead.inside import attention_rollout, head_scores, intervene, logit_lens, probe, sweep, zero
 from clearhead.models import EncoderDecoder
@@ -310,3 +310,28 @@ def test_costs_equal_the_forecast(explorers: dict[str, Explorer]) -> None:
     assert changed["params"] == sum(p.numel() for p in ch.build(bigger, device="meta").parameters())
     assert ask(explorers["vit"], "cost", model="vit", lengths=[17, 65])[1]["flops"].shape == (6, 2)
     assert (ask(explorers["pair"], "measure", model="pair", lengths=[4, 8])[1]["seconds"] > 0).all()
+
+
+def test_a_measurement_ends_before_it_takes_too_long(
+    explorers: dict[str, Explorer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost_panel, "_time", lambda *_: cost_panel.MEASURE_SECONDS)
+    reply, arrays = ask(explorers["decoder"], "measure", model="decoder", lengths=[16, 4, 8])
+    assert (reply["lengths"], len(arrays["seconds"])) == ([4], 1)
+    monkeypatch.setattr(cost_panel, "MEASURE_SECONDS", 0.0)
+    with pytest.raises(ch.InputError, match=r"a call of 4 tokens takes more than 0 seconds here.*shorter"):
+        ask(explorers["decoder"], "measure", model="decoder", lengths=[4, 8])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_explorer_apart_has_the_same_weights_and_is_not_seen(explorers: dict[str, Explorer], kind: str) -> None:
+    explorer = explorers[kind]
+    other = explorer.apart()
+    assert all(a is b for a, b in zip(explorer.model.parameters(), other.model.parameters(), strict=True))
+    run = make_run(explorer)
+    with probe(explorer.model, "*embedding") as seen:
+        other.answer("read", {"run": run})
+    for site in seen:
+        with pytest.raises(ch.InputError, match="was not reached"):
+            seen[site]
+    assert ask(explorer, "read", run=run)[0] == ask(other, "read", run=run)[0]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Generator
@@ -14,9 +16,12 @@ from urllib.parse import urlsplit
 import pytest
 
 import clearhead as ch
-from clearhead.explorer import Explorer, tokenizer_of
+from clearhead.explorer import Explorer, cost_panel, tokenizer_of
 from clearhead.explorer.wire_format import unpack
-from tests.serving.live_server import served
+from clearhead.serving.guards import Limits
+from tests.serving.live_server import served, served_here
+
+MEASURE = json.dumps({"model": "gpt", "lengths": [4, 16, 8]}).encode()
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +137,43 @@ def test_with_keys_the_page_is_open_and_its_answers_are_not(places: dict[str, Pa
             assert answer.status == 200
         assert post(f"{url}/explore/models", b"{}")[0] == 401
         assert post(f"{url}/explore/models", b"{}", Authorization="Bearer k1")[0] == 200
+        status, answer, _ = post(f"{url}/explore/measure", MEASURE, Authorization="Bearer k1")
+        assert status == 403
+        assert "see --measure" in json.loads(answer)["error"]["message"]
+
+
+def test_a_measurement_holds_nobody_up(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a thread of its own, and ends when its client has gone."""
+    began, may_end, n_calls = threading.Event(), threading.Event(), 0
+
+    def slow(*_: Any) -> float:
+        nonlocal n_calls
+        n_calls += 1
+        began.set()
+        assert may_end.wait(60)
+        return 0.1
+
+    monkeypatch.setattr(cost_panel, "_time", slow)
+    with served_here(places["gpt"]) as url:
+        place = urlsplit(url)
+        client = http.client.HTTPConnection(place.hostname or "", place.port, timeout=60)
+        client.request("POST", "/explore/measure", MEASURE)
+        assert began.wait(60)
+        asked = json.dumps({"model": "gpt", "prompt": "the cat", "max_tokens": 3}).encode()
+        status, _, _ = post(f"{url}/v1/completions", asked, **{"content-type": "application/json"})
+        assert status == 200
+        assert post(f"{url}/explore/read", json.dumps({"run": run_of("gpt", "the cat")}).encode())[0] == 200
+        client.close()
+        while b'route="/explore/{name}",status="499"' not in urllib.request.urlopen(f"{url}/metrics").read():
+            time.sleep(0.02)
+        may_end.set()
+        monkeypatch.undo()
+        status, answer, _ = post(f"{url}/explore/measure", MEASURE)  # after the first one has ended
+        assert (status, unpack(answer)[0]["lengths"]) == (200, [4, 8, 16])
+        assert n_calls == 1  # of nine
+
+
+def test_measuring_can_be_switched_off(places: dict[str, Path]) -> None:
+    with served_here(places["gpt"], Limits(measures=False)) as url:
+        status, answer, _ = post(f"{url}/explore/measure", MEASURE)
+        assert (status, json.loads(answer)["error"]["type"]) == (403, "permission_error")
