@@ -4,6 +4,7 @@ engine.py       `Engine`: submit, step, cancel; the loop over the parts below
 request.py      `Request`, `Ticket`, `Token`; what is checked when a request is submitted
 sequence.py     a request that was admitted
 scheduler.py    the queues: waiting, prefilling, running; admission
+fair_queue.py   a queue in which clients take turns
 allocator.py    blocks of memory: reservations, reference counts, prefix cache
 kv_cache.py     the paged KV cache: keys and values in blocks
 prefill.py      prompts and sources through the model

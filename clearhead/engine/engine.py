@@ -119,6 +119,10 @@ class Engine:
         """Requests that are not admitted yet."""
         return len(self.scheduler.waiting)
 
+    def n_waiting_of(self, client: str | None) -> int:
+        """Those of one client."""
+        return len(self.scheduler.waiting.clients.get(client, ()))
+
     @property
     def n_running(self) -> int:
         """Requests that are admitted, and not done."""

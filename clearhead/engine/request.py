@@ -30,6 +30,7 @@ class Request:
     With `beams` above 1 a beam search looks for the likeliest text, and returns its `n_best`. `grammar` is what the text must
     match. `scored` keeps the tokens' log-probabilities; `alternatives`, at each step, so many likeliest tokens with theirs.
     `trace` keeps each step of a beam search. `name` is the caller's, and must be unique among requests that are not done.
+    Clients, by any name, take turns when requests wait; those without one are all of one client, which may use all of the engine.
     """
 
     prompt: Sequence[int] = ()
@@ -48,6 +49,7 @@ class Request:
     alternatives: int = 0
     trace: bool = False
     name: str | None = None
+    client: str | None = None
 
 
 class Token(NamedTuple):
@@ -71,6 +73,7 @@ class Ticket:
         self.hypotheses: list[Hypothesis] = []  # once it is done
         self.trace: list[list[Candidate]] = []
         self.reason: Reason | None = None
+        self.is_waiting = True  # until it is admitted
         self.error: InputError | None = None  # why it failed
         self.n_prompt = 0
         self.n_cached = 0  # tokens of the prompt that were found in the prefix cache

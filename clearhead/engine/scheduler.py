@@ -1,12 +1,13 @@
 """The scheduler: which requests wait, which are prefilled, which run, and the blocks of memory that each holds.
 
 A request is admitted when the most blocks that it may ever need can be reserved, in the order of submission. So no request is
-preempted, and none overtakes another.
+preempted, and none overtakes another of the same client. Clients take turns, and the last eighth of rows and blocks is for clients
+of which nothing runs yet: who comes to a full engine does not wait for a whole text of somebody else.
 """
 
 from __future__ import annotations
 
-from collections import abc, deque
+from collections import Counter, abc
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +16,13 @@ from torch import Tensor
 
 from clearhead.engine.allocator import BlockAllocator
 from clearhead.engine.beams import search_params
+from clearhead.engine.fair_queue import FairQueue
 from clearhead.engine.request import Reason, Request, Ticket, source_length
 from clearhead.engine.runner import ModelRunner
 from clearhead.engine.sequence import Sequence
 from clearhead.sampling.logits_processors import LogitsProcessor
+
+SPARED = 8  # one part of so many is for clients of which nothing runs
 
 
 class Waiting(NamedTuple):
@@ -34,7 +38,7 @@ class Scheduler:
 
     def __init__(self, allocator: BlockAllocator, runner: ModelRunner) -> None:
         self.allocator, self.runner, self.max_rows = allocator, runner, runner.max_rows
-        self.waiting: deque[Waiting] = deque()
+        self.waiting: FairQueue[Waiting] = FairQueue()
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []  # replaced, never changed: steps in flight hold the old list
         self.names: set[str] = set()  # of all requests that are not done
@@ -48,17 +52,15 @@ class Scheduler:
         """Put a request in the queue."""
         if ticket.request.name is not None:
             self.names.add(ticket.request.name)
-        self.waiting.append(Waiting(ticket, prompt, processor))
+        self.waiting.append(ticket.request.client, Waiting(ticket, prompt, processor))
 
     def drop_waiting(self, ticket: Ticket) -> None:
         """Take a request out of the queue, if it is there."""
-        if any(one.ticket is ticket for one in self.waiting):
-            self.waiting = deque(one for one in self.waiting if one.ticket is not ticket)
+        self.waiting.keep(ticket.request.client, lambda one: one.ticket is not ticket)
 
     def sort_longest_first(self) -> None:
         """Order the waiting requests by length: those that are computed together are then about as long."""
-        by_length = sorted(self.waiting, key=lambda one: -len(one.prompt) - source_length(one.ticket.request.source))
-        self.waiting = deque(by_length)
+        self.waiting.sort(lambda one: -len(one.prompt) - source_length(one.ticket.request.source))
 
     def finish(self, ticket: Ticket, reason: Reason) -> None:
         """Mark a request as done; the next `sweep` frees its memory."""
@@ -74,30 +76,48 @@ class Scheduler:
         return -(-source_length(request.source) // size) + shared + request.beams * (whole - shared)
 
     def admit(self) -> None:
-        """Move waiting requests to `prefilling`, in order, as long as blocks and rows suffice."""
+        """Move waiting requests to `prefilling`, client by client, as long as blocks and rows suffice."""
         if not self.waiting:
             return
-        allocator, size = self.allocator, self.allocator.block_size
-        n_rows = sum(sequence.n_rows for sequence in (*self.running, *self.prefilling))
-        while self.waiting:
-            ticket, prompt, processor = self.waiting[0]
-            request = ticket.request
+        n_rows = Counter[str | None]()
+        for sequence in (*self.running, *self.prefilling):
+            n_rows[sequence.ticket.request.client] += sequence.n_rows
+        while (found := self._next(n_rows)) is not None:
+            client, prefix, n = found
+            one = self.waiting.pop(client)
+            n_rows[client] += one.ticket.request.beams
+            self._admit(one, prefix, n)
+
+    def _next(self, n_rows: Counter[str | None]) -> tuple[str | None, list[int], int] | None:
+        """The client whose request is next, the blocks of its prefix, and how many it needs besides; None: nothing fits."""
+        allocator = self.allocator
+        for client, (ticket, prompt, _) in self.waiting.heads():
             prefix = allocator.find_prefix(prompt)
-            n = self.blocks_needed(request, len(prompt)) - len(prefix)
+            n = self.blocks_needed(ticket.request, len(prompt)) - len(prefix)
             revived = sum(int(allocator.ref_counts[block]) == 0 for block in prefix)  # no longer available to others
-            if n + revived > allocator.n_available or n_rows + request.beams > self.max_rows:
-                return
-            self.waiting.popleft()
-            n_rows += request.beams
-            allocator.take_prefix(prefix)
-            search = search_params(request, processor)
-            sequence = Sequence(ticket, prompt, processor, search, allocator.reserve(n))
-            n_source, n_new = -(-sequence.n_source // size), -(-len(prompt) // size) - len(prefix)
-            blocks = allocator.allocate([sequence.reservation] * (n_source + n_new))
-            sequence.source_blocks, new = blocks[:n_source], blocks[n_source:]
-            sequence.blocks = np.concatenate([np.array(prefix, np.int32), new]) if prefix else new
-            sequence.n_prefilled = ticket.n_cached = len(prefix) * size
-            self.prefilling.append(sequence)
+            rows_left = self.max_rows - n_rows.total() - ticket.request.beams
+            blocks_left = allocator.n_available - n - revived
+            if rows_left < 0 or blocks_left < 0:
+                return None  # nobody overtakes it: it might never fit
+            spares = client is not None and n_rows[client] > 0
+            if spares and (rows_left < self.max_rows // SPARED or blocks_left < allocator.n_blocks // SPARED):
+                continue
+            return client, prefix, n
+        return None
+
+    def _admit(self, one: Waiting, prefix: list[int], n: int) -> None:
+        """Reserve n blocks besides those of the prefix, and queue the request for prefill, where clients take turns, too."""
+        (ticket, prompt, processor), allocator, size = one, self.allocator, self.allocator.block_size
+        allocator.take_prefix(prefix)
+        search = search_params(ticket.request, processor)
+        sequence = Sequence(ticket, prompt, processor, search, allocator.reserve(n))
+        n_source, n_new = -(-sequence.n_source // size), -(-len(prompt) // size) - len(prefix)
+        blocks = allocator.allocate([sequence.reservation] * (n_source + n_new))
+        sequence.source_blocks, new = blocks[:n_source], blocks[n_source:]
+        sequence.blocks = np.concatenate([np.array(prefix, np.int32), new]) if prefix else new
+        sequence.n_prefilled = ticket.n_cached = len(prefix) * size
+        ticket.is_waiting = False
+        self.prefilling.insert(_turn(self.prefilling, ticket.request.client), sequence)
 
     def next_prefill(self, budget: int) -> tuple[list[Sequence], int]:
         """Sequences to prefill together, and how many tokens that computes.
@@ -197,6 +217,19 @@ def first_rows(sequences: abc.Sequence[Sequence]) -> list[int]:
     """The first row of each, if the first sequence starts at row 0."""
     ends = np.cumsum([0, *(sequence.n_rows for sequence in sequences)])
     return ends[:-1].tolist()
+
+
+def _turn(prefilling: list[Sequence], client: str | None) -> int:
+    """Where the client's next sequence belongs: before the first of anyone who has more sequences in front than this client."""
+    clients = [sequence.ticket.request.client for sequence in prefilling]
+    own, seen = clients.count(client), Counter[str | None]()
+    if own == len(clients):
+        return own
+    for at, other in enumerate(clients):
+        seen[other] += 1
+        if other != client and seen[other] > own + 1:
+            return at
+    return len(clients)
 
 
 def _prefill_length(sequence: Sequence) -> int:

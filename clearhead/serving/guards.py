@@ -8,6 +8,7 @@ import ipaddress
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,9 @@ OPEN = (
 )  # without a key: health probes have none, and a browser none before the page is loaded
 PAGE = "/page/"  # the page's files, also without a key
 HEALTH = ("/healthz", "/readyz")  # answered whatever else is refused: a server that is only busy must not be restarted
+CLIENT: ContextVar[str] = ContextVar(
+    "client", default=""
+)  # of the request being answered; clients share the engine evenly
 OVER = "over"  # in a scope's state: why its connection is one too many
 
 
@@ -78,8 +82,8 @@ class Guard:
 
     async def _run(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         """The request within its client's limits and its time."""
-        client = _given_key(headers) if self.limits.keys else network_of(scope.get("client"))
-        scope.setdefault("state", {})["client"] = client
+        client = self._client(scope, headers)
+        CLIENT.set(client)
         share = Share(self, client, self._most(scope["path"]))
         has_begun = False
 
@@ -123,6 +127,11 @@ class Guard:
         if path not in HEALTH and (why := scope.get("state", {}).get(OVER)):
             return error(503, why, "overloaded_error")
         return None
+
+    def _client(self, scope: Scope, headers: Headers) -> str:
+        """Who asks: the number of its key, or without one its address."""
+        key = _given_key(headers)
+        return f"key {self.limits.keys.index(key)}" if key in self.limits.keys else network_of(scope.get("client"))
 
     def _is_ours(self, host: str) -> bool:
         name = host.rsplit(":", 1)[0] if not host.endswith("]") else host

@@ -8,8 +8,8 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,15 +17,17 @@ import torch
 
 from clearhead.checkpoint import load
 from clearhead.data import Tokenizer
+from clearhead.engine.fair_queue import FairQueue
 from clearhead.explorer import tokenizer_of
 from clearhead.generation import Engine, Request, Ticket, Token
 from clearhead.kernels import huge_pages
 from clearhead.models import Decoder, Encoder, EncoderDecoder, Model
-from clearhead.serving.guards import STOPPING
+from clearhead.serving.guards import CLIENT, STOPPING
 
 log = logging.getLogger("clearhead.serving")
 
-MAX_WAITING = 1024  # requests that the engine has not started yet
+MAX_WAITING = 1024  # requests of one client that the engine has not started yet
+MAX_WAITING_IN_ALL = 8 * MAX_WAITING
 
 T = TypeVar("T")
 
@@ -42,7 +44,7 @@ class TokenChannel:
     """Carries one request's tokens from the engine's thread to the event loop of its reader."""
 
     def __init__(self, request: Request) -> None:
-        self.request = request
+        self.request = replace(request, client=CLIENT.get())
         self.began = time.perf_counter()
         self.ticket: Ticket | None = None  # set by the engine's thread
         self.loop = asyncio.get_running_loop()
@@ -80,7 +82,7 @@ class SlicedJob:
     """Work for the engine's thread, done up to one `yield` at a time."""
 
     def __init__(self, work: Generator[None, None, Any]) -> None:
-        self.work, self.loop = work, asyncio.get_running_loop()
+        self.work, self.client, self.loop = work, CLIENT.get(), asyncio.get_running_loop()
         self.result: asyncio.Future[Any] = self.loop.create_future()
 
     def finish(self, result: Any) -> None:
@@ -108,8 +110,9 @@ class ModelWorker:
             self.engine = self._make()
             self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
             self._channels: dict[int, TokenChannel] = {}
-            self._queued: deque[TokenChannel] = deque()  # in the order of the engine's `waiting`
-            self._jobs: deque[SlicedJob] = deque()
+            self._queued: list[TokenChannel] = []  # not admitted yet
+            self._jobs: FairQueue[SlicedJob] = FairQueue()
+            self._job: SlicedJob | None = None  # the one that is computed
             self._thread = threading.Thread(target=self._run, name=f"engine of {name}", daemon=True)
             self._thread.start()
 
@@ -162,13 +165,13 @@ class ModelWorker:
     async def run_sliced(self, work: Generator[None, None, T]) -> T:
         """What `work` returns. It runs in the engine's thread, and the engine makes a step at each of its yields.
 
-        Jobs run one after the other, so only one holds memory. A job whose caller has gone is dropped.
+        Jobs run one after the other, so only one holds memory; clients take turns. A job whose caller has gone is dropped.
         """
         self._check_open()
         if len(self._jobs) >= MAX_WAITING:
             raise FullError(f"{MAX_WAITING} requests wait to look inside; try again later")
         job = SlicedJob(work)
-        self._orders.put(lambda: self._jobs.append(job))
+        self._orders.put(lambda: self._jobs.append(job.client, job))
         return await job.result
 
     async def run_between_steps(self, work: Callable[[], Any]) -> Any:
@@ -196,7 +199,7 @@ class ModelWorker:
     def _run(self) -> None:
         while self.engine is not None:
             try:
-                order = self._orders.get(block=not (self.engine.is_busy or self._jobs))
+                order = self._orders.get(block=not (self.engine.is_busy or self._job or self._jobs))
             except queue.Empty:
                 order = self._step
             if order is None:
@@ -227,24 +230,32 @@ class ModelWorker:
         assert self.engine is not None
         if self.engine.is_busy:
             self._engine_step(self.engine)
-        if self._jobs:
-            self._job_step(self._jobs[0])
+        if self._job is None and self._jobs:
+            self._job = self._jobs.pop(self._jobs.heads()[0][0])
+        if self._job is not None:
+            self._job_step(self._job)
 
     def _job_step(self, job: SlicedJob) -> None:
         try:
             if job.result.done():  # its caller has gone
                 raise StopIteration
             next(job.work)
+            return
         except StopIteration as end:
-            self._jobs.popleft().finish(end.value)
+            result = end.value
         except Exception as error:
-            self._jobs.popleft().finish(error)
+            result = error
+        self._job = None
+        job.finish(result)
 
     def _engine_step(self, engine: Engine) -> None:
         deliveries: list[Delivery] = []
         began, new_tokens = time.perf_counter(), engine.step()
-        while len(self._queued) > engine.n_waiting:
-            self.on_wait(began - self._queued.popleft().began)
+        if len(self._queued) > engine.n_waiting:
+            for channel in self._queued:
+                if channel.ticket is not None and not channel.ticket.is_waiting:
+                    self.on_wait(began - channel.began)
+            self._queued = [each for each in self._queued if each.ticket is not None and each.ticket.is_waiting]
         for ticket, token in new_tokens:
             channel = self._channels.get(id(ticket))
             if channel is not None:
@@ -258,8 +269,9 @@ class ModelWorker:
         try:
             if self.engine is None:
                 raise BrokenError(STOPPING)
-            if self.engine.n_waiting >= MAX_WAITING:
-                raise FullError(f"{MAX_WAITING} requests wait already; try again later")
+            waiting = self.engine.n_waiting_of(channel.request.client)
+            if waiting >= MAX_WAITING or self.engine.n_waiting >= MAX_WAITING_IN_ALL:
+                raise FullError(f"{waiting} requests of this client wait already; try again later")
             channel.ticket = self.engine.submit(channel.request)
         except Exception as error:  # concerns this request only: the engine is unchanged
             channel.call(_set, channel.accepted, error)
@@ -279,10 +291,13 @@ class ModelWorker:
     def _fail(self, error: Exception) -> None:
         for channel in self._channels.values():
             channel.call(channel.put, error)
-        for job in self._jobs:
-            job.finish(error)
-        for held in (self._channels, self._queued, self._jobs):
-            held.clear()
+        jobs = [job for jobs in self._jobs.clients.values() for job in jobs]
+        for job in (*jobs, self._job):
+            if job is not None:
+                job.finish(error)
+        self._channels.clear()
+        self._queued.clear()
+        self._jobs, self._job = FairQueue(), None
 
 
 def _deliver(deliveries: list[Delivery]) -> None:

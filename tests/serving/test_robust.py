@@ -327,3 +327,23 @@ def test_many_streams(address: str) -> None:
     seen = asyncio.run(server_load.load(urlsplit(address).port, 64, server_load.make_asked(128, 16), math.inf, "gpt"))
     assert (seen.n_whole, seen.lost) == (128, [])
     wait_until_idle(address, seconds=5)
+
+
+def test_clients_share_the_engine(places: dict[str, Path]) -> None:
+    """One asks for 160 texts; another, who asks later, is answered first."""
+    keys = ("one", "two")
+    with served_here(places["gpt"], Limits(keys=keys), max_rows=16) as url, ThreadPoolExecutor(1) as pool:
+
+        def ask(key: str, **more: Any) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            return httpx.post(f"{url}/v1/completions", json={**LONG, **more}, headers=headers, timeout=120).status_code
+
+        many = pool.submit(ask, "one", prompt=["the cat"] * 10, n=16, max_tokens=50)
+        while True:
+            told = httpx.get(f"{url}/metrics", headers={"authorization": "Bearer two"}).text
+            if re.search(r'clearhead_waiting{model="gpt"} [1-9]', told):
+                break
+            assert not many.done()
+        assert ask("two", max_tokens=20) == 200
+        assert not many.done()
+        assert many.result() == 200
