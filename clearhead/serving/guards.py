@@ -118,7 +118,7 @@ class Guard:
             # All keys are compared, each in constant time, so that timing tells nothing about them.
             fits = [hmac.compare_digest(given, key.encode()) for key in self.limits.keys]
             if not any(fits):
-                return error(401, "a valid API key is needed: Authorization: Bearer ...", code="invalid_api_key")
+                return error(401, _why_no_key(headers), code="invalid_api_key")
         length = headers.get("content-length", "0")
         if not length.isdecimal() or len(length) > 20 or int(length) > self._most(path):
             return error(413, too_large(self._most(path)))
@@ -202,6 +202,16 @@ def _given_key(headers: Headers) -> str:
     """The key of `Authorization: Bearer KEY`; without that scheme, which is the same in any case of letters, none."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _why_no_key(headers: Headers) -> str:
+    """What is wrong with the key, without a word of it."""
+    given = headers.get("authorization")
+    if given is None:
+        return "an API key is needed; got no Authorization header; send Authorization: Bearer KEY"
+    if given.partition(" ")[0].lower() != "bearer":
+        return "the Authorization header must begin with Bearer; got another scheme or none; send Authorization: Bearer KEY"
+    return "the API key is not valid; got one that this server does not know; ask its owner for another"
 
 
 async def answer(send: Send, status: int, body: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import generate_latest
 
 from clearhead.serving.guards import STOPPING
-from clearhead.serving.model_worker import ModelWorker
+from clearhead.serving.model_worker import BROKEN, ModelWorker
 from clearhead.serving.service import Service
 
 
@@ -18,7 +18,8 @@ def health_router(service: Service) -> APIRouter:
 
     @router.get("/healthz")
     async def healthz() -> Response:
-        return PlainTextResponse("ok\n")
+        is_broken = any(worker.is_broken for worker in service.workers.values())
+        return PlainTextResponse(f"{BROKEN}\n", 503) if is_broken else PlainTextResponse("ok\n")
 
     @router.get("/readyz")
     async def readyz(request: Request) -> Response:

@@ -42,8 +42,12 @@ def add_error_handlers(app: FastAPI) -> None:
         app.add_exception_handler(kind, _answer)
 
 
-async def _answer(_: Request, raised: Exception) -> JSONResponse:
+async def _answer(request: Request, raised: Exception) -> JSONResponse:
     status, body = error_body(raised)
+    if isinstance(raised, RequestValidationError) and isinstance(raised.body, bytes):  # not read as JSON
+        kind = request.headers.get("content-type", "no content type")
+        said = f"the body must be sent as JSON; got {kind!r:.80}; send the header Content-Type: application/json"
+        status, body = error(415, said)
     if status == 500:
         log.error("failed: %s", type(raised).__name__, exc_info=raised)
     headers = {"retry-after": "1"} if status == 503 else None

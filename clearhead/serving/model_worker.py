@@ -26,6 +26,7 @@ from clearhead.serving.guards import CLIENT, STOPPING
 
 log = logging.getLogger("clearhead.serving")
 
+BROKEN = "the engine failed and can not be made again; the server ends"
 MAX_WAITING = 1024  # requests of one client that the engine has not started yet
 MAX_WAITING_IN_ALL = 8 * MAX_WAITING
 
@@ -102,6 +103,7 @@ class ModelWorker:
         self.lock = asyncio.Lock()  # a model without an engine computes one request at a time
         self.engine: Engine | None = None
         self.is_stopping = False
+        self.is_broken = False  # the engine failed, and none can be made again
         self.on_wait: Callable[[float], object] = lambda seconds: None  # called with the seconds a request was queued
         self._make: Callable[[], Engine] | None = None
         if isinstance(model, Decoder | EncoderDecoder):
@@ -160,7 +162,7 @@ class ModelWorker:
 
     def _check_open(self) -> None:
         if self.is_stopping or not self.is_healthy:
-            raise BrokenError(STOPPING)
+            raise BrokenError(BROKEN if self.is_broken else STOPPING)
 
     async def run_sliced(self, work: Generator[None, None, T]) -> T:
         """What `work` returns. It runs in the engine's thread, and the engine makes a step at each of its yields.
@@ -197,34 +199,37 @@ class ModelWorker:
     # In the engine's thread.
 
     def _run(self) -> None:
-        while self.engine is not None:
-            try:
-                order = self._orders.get(block=not (self.engine.is_busy or self._job or self._jobs))
-            except queue.Empty:
-                order = self._step
-            if order is None:
-                self._fail(BrokenError(STOPPING))
-                return
-            try:
-                order()
-            except Exception as error:  # in the model or the machine: every request of the batch must be told
-                log.exception("the engine of %s failed", self.name)
-                self._fail(BrokenError(f"the engine failed ({type(error).__name__}); the request may be repeated"))
-                self._replace_engine()
-
-    def _replace_engine(self) -> None:
-        """Make a new engine after one that failed. If that fails too, the thread ends and the server is not ready."""
-        assert self._make is not None
-        self.engine = None  # frees its memory first
         try:
-            self.engine = self._make()
-        except Exception:
-            log.exception("the engine of %s can not be made again", self.name)
-            self.is_stopping = True
+            while self.engine is not None and (order := self._next_order(self.engine)) is not None:
+                self._obey(order)
+        finally:  # whatever ends the thread, nobody waits for it in vain
+            self.is_broken = not self.is_stopping
+            self.is_stopping, self.engine = True, None
             while not self._orders.empty():
                 if (order := self._orders.get()) is not None:
                     order()
-            self._fail(BrokenError(STOPPING))
+            self._fail(BrokenError(BROKEN if self.is_broken else STOPPING))
+
+    def _next_order(self, engine: Engine) -> Callable[[], None] | None:
+        try:
+            return self._orders.get(block=not (engine.is_busy or self._job or self._jobs))
+        except queue.Empty:
+            return self._step
+
+    def _obey(self, order: Callable[[], None]) -> None:
+        try:
+            order()
+        except (
+            BaseException
+        ) as error:  # in the model or the machine, or a panic of compiled code: the batch must be told
+            log.exception("the engine of %s failed", self.name)
+            self._fail(BrokenError(f"the engine failed ({type(error).__name__}); the request may be repeated"))
+            assert self._make is not None
+            self.engine = None  # frees its memory first
+            try:
+                self.engine = self._make()
+            except BaseException:  # the thread ends
+                log.exception("the engine of %s can not be made again", self.name)
 
     def _step(self) -> None:
         assert self.engine is not None
@@ -243,8 +248,9 @@ class ModelWorker:
             return
         except StopIteration as end:
             result = end.value
-        except Exception as error:
-            result = error
+        except BaseException as error:
+            is_ours = isinstance(error, Exception)
+            result = error if is_ours else BrokenError(f"the request failed ({type(error).__name__})")
         self._job = None
         job.finish(result)
 
@@ -276,6 +282,9 @@ class ModelWorker:
         except Exception as error:  # concerns this request only: the engine is unchanged
             channel.call(_set, channel.accepted, error)
             return
+        except BaseException as error:
+            channel.call(_set, channel.accepted, BrokenError(f"the engine failed ({type(error).__name__})"))
+            raise
         self._channels[id(channel.ticket)] = channel
         self._queued.append(channel)
         channel.call(_set, channel.accepted, channel.ticket)

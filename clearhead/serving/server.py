@@ -15,6 +15,7 @@ import uvicorn
 import uvicorn.config
 from fastapi import FastAPI
 
+from clearhead.errors import ClearheadError
 from clearhead.serving.connections import Connection
 from clearhead.serving.log_limits import RepeatLimit
 from clearhead.serving.model_worker import ModelWorker
@@ -52,6 +53,7 @@ class Server(uvicorn.Server):
         if counter % 10 == 0:  # once a second
             self.table.sweep()
             self.log_limit.tell()
+            self.should_exit |= any(worker.is_broken for worker in self.workers)
         return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -84,7 +86,7 @@ def run_app(
 ) -> None:
     """Serve until a signal. Open requests then have `grace` seconds; after that streams end with an error, others get a 503.
 
-    `ready` is called with the port when the server answers.
+    `ready` is called with the port when the server answers. ClearheadError if an engine failed and could not be made again.
     """
     logs: dict[str, Any] = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
     logs["loggers"]["clearhead.serving"] = {"handlers": ["default"], "level": "INFO", "propagate": False}
@@ -95,7 +97,13 @@ def run_app(
     config = uvicorn.Config(
         app, log_config=logs, access_log=False, backlog=BACKLOG, timeout_graceful_shutdown=timeout, **options
     )
-    Server(app, config, workers, grace, ready).run()
+    server = Server(app, config, workers, grace, ready)
+    server.run()
+    if broken := [worker.name for worker in server.workers if worker.is_broken]:
+        raise ClearheadError(
+            f"the server ended: an engine failed and could not be made again; got {', '.join(broken)}; see the log above, and "
+            f"start it anew"
+        )
 
 
 def open_files(n_connections: int) -> int:

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from clearhead.serving.guards import Limits
 from clearhead.serving.model_worker import ModelWorker
 from clearhead.serving.server import Server
 
+CLEARHEAD = (sys.executable, "-m", "clearhead")
 TEXTS = ["the cat sat on the mat", "a dog ran over the hill", '{"yes": 0, "no": 1}', "hello there, how are you?"] * 9
 TEMPLATE = "".join(
     [
@@ -59,9 +60,11 @@ def make_models(folder: Path) -> dict[str, Path]:
 
 
 @contextmanager
-def served(*args: str, env: dict[str, str] | None = None) -> Generator[tuple[str, subprocess.Popen[str]]]:
+def served(
+    *args: str, env: dict[str, str] | None = None, command: Sequence[str] = CLEARHEAD
+) -> Generator[tuple[str, subprocess.Popen[str]]]:
     """`clearhead serve ARGS` on a free port; yields its address."""
-    command = [sys.executable, "-m", "clearhead", "serve", *args, "--port", "0", "--device", "cpu"]
+    command = [*command, "serve", *args, "--port", "0", "--device", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:

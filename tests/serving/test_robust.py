@@ -9,6 +9,7 @@ import math
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Generator
@@ -136,8 +137,13 @@ def test_slow_readers_hold_nobody_up(address: str) -> None:
     wait_until_idle(address, seconds=5)
 
 
+class Panic(BaseException):
+    """As compiled libraries raise it: no `except Exception` catches it."""
+
+
+@pytest.mark.parametrize("failure", [RuntimeError, Panic, SystemExit])
 def test_a_failing_engine_tells_its_batch_and_serves_the_next(
-    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch, failure: type[BaseException]
 ) -> None:
     model: Any = ch.load(places["gpt"])
     worker = ModelWorker("gpt", model, ch.load_tokenizer(places["gpt"]), max_tokens=2048)
@@ -156,7 +162,7 @@ def test_a_failing_engine_tells_its_batch_and_serves_the_next(
             nonlocal calls
             calls += 1
             if calls == 5:
-                raise RuntimeError("secret of the machine")
+                raise failure("secret of the machine")
             return real(*given)
 
         monkeypatch.setattr(engine.runner, "decode", fails_once)
@@ -165,8 +171,12 @@ def test_a_failing_engine_tells_its_batch_and_serves_the_next(
         assert "secret" not in str(both)
         assert worker.is_healthy
         assert await write() == expected
-        monkeypatch.setattr(worker, "_make", lambda: 1 / 0)
-        monkeypatch.setattr(worker.engine, "step", lambda: 1 / 0)
+
+        def fails() -> Any:
+            raise failure
+
+        monkeypatch.setattr(worker, "_make", fails)
+        monkeypatch.setattr(worker.engine, "step", fails)
         with pytest.raises(BrokenError):
             await write()
         await asyncio.to_thread(worker._thread.join, 5)  # pyright: ignore[reportPrivateUsage]
@@ -202,9 +212,59 @@ def test_over_http_a_failing_engine_is_a_503(places: dict[str, Path], monkeypatc
             assert (await client.post("/v1/completions", json=body)).status_code == 503
             await asyncio.to_thread(worker.close)
             assert (await client.get("/readyz")).status_code == 503
-            assert (await client.post("/v1/completions", json=body)).status_code == 503
+            assert (await client.get("/healthz")).status_code == 503
+            late = await client.post("/v1/completions", json=body)
+            assert late.status_code == 503
+            assert "can not be made again" in late.text
 
     asyncio.run(scene())
+
+
+def test_a_request_that_panics_alone(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is submitted, and when it looks inside: its client is told, and others go on."""
+    worker = ModelWorker("gpt", ch.load(places["gpt"]), ch.load_tokenizer(places["gpt"]), max_tokens=2048)
+
+    def panics(*_: Any) -> Any:
+        raise Panic
+
+    async def scene() -> None:
+        with pytest.raises(BrokenError, match="Panic"):
+            await worker.run_between_steps(panics)
+        monkeypatch.setattr(worker.engine, "submit", panics)
+        with pytest.raises(BrokenError, match="Panic"):
+            await worker.finish(Request(prompt=[5], max_new_tokens=3), 60.0)
+        ticket = await worker.finish(Request(prompt=[5], max_new_tokens=3, eos=()), 60.0)  # by a new engine
+        assert len(ticket.ids) == 3
+        worker.stop()
+
+    asyncio.run(scene())
+
+
+BROKEN_SERVER = """
+import sys
+from clearhead.cli import main
+from clearhead.engine.engine import Engine
+
+def fails(*given, **options):
+    raise SystemExit("no")
+
+def step(self):
+    Engine.__init__ = fails
+    fails()
+
+Engine.step = step
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_server_without_an_engine_ends_with_status_1(places: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "broken_server.py").write_text(BROKEN_SERVER)
+    command = [sys.executable, str(tmp_path / "broken_server.py")]
+    with served(str(places["gpt"]), command=command) as (url, process):
+        told = httpx.post(f"{url}/v1/completions", json=LONG, timeout=60)
+        assert told.status_code == 503
+        assert process.wait(60) == 1
 
 
 def arrive(url: str) -> int:

@@ -250,6 +250,17 @@ def test_the_form_of_a_transcription() -> None:
     check_fields({"file": b"", "model": "x", "temperature": "0", "response_format": "json"})
 
 
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", None])
+def test_a_body_that_is_not_sent_as_json(address: str, kind: str | None) -> None:
+    """As `curl -d` sends it."""
+    headers = {} if kind is None else {"content-type": kind}
+    content = json.dumps(PROMPT).encode()
+    told = httpx.post(f"{address}/v1/completions", content=content, headers=headers)
+    assert told.status_code == 415
+    assert "send the header Content-Type: application/json" in told.json()["error"]["message"]
+    assert (kind or "no content type") in told.text
+
+
 PROMPT: dict[str, Any] = {"model": "gpt", "prompt": "a", "max_tokens": 1}
 TALK: dict[str, Any] = {"model": "gpt", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -388,6 +399,16 @@ def test_metrics_and_health(address: str) -> None:
 def test_who_may_ask(places: dict[str, Path]) -> None:
     with served(str(places["gpt"]), env={"CLEARHEAD_API_KEYS": "one, two"}) as (url, _):
         assert httpx.get(f"{url}/v1/models").status_code == 401
+        for given, words in (
+            ({}, "got no Authorization header"),
+            ({"authorization": "two"}, "must begin with Bearer"),
+            ({"authorization": "Basic two"}, "must begin with Bearer"),
+            ({"authorization": "Bearer 3"}, "not valid"),
+        ):
+            told = httpx.get(f"{url}/v1/models", headers=given)
+            assert told.status_code == 401
+            assert words in told.json()["error"]["message"]
+            assert "two" not in told.text
         assert httpx.get(f"{url}/v1/models", headers={"authorization": "Bearer three"}).status_code == 401
         assert httpx.get(f"{url}/v1/models", headers={"authorization": "Bearer two"}).status_code == 200
         assert httpx.get(f"{url}/v1/models", headers={"authorization": "bearer two"}).status_code == 200
