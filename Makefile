@@ -5,10 +5,10 @@ PIP_FLAGS ?= -qq
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast tools check bench format release clean compiler-needed page-packages
+.PHONY: help demo test test-fast test-faults tools check bench format release clean compiler-needed page-packages
 
 help: ## Print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: .venv/.installed ## Train a Transformer to read dates in 33 languages, in about a minute
 	@$(BIN)/clearhead demo
@@ -21,6 +21,9 @@ test: .venv/.installed page-packages ## Run all tests
 
 test-fast: .venv/.installed page-packages ## Run all tests but the slow ones, in about two minutes
 	@$(PYTEST) -m "not slow"
+
+test-faults: .venv/.installed ## Attack a server while a bystander asks, for about four minutes; print what the bystander saw
+	@$(BIN)/python -m tests.serving.attack_table
 
 tools: ## Install what some tests need: Chromium, node, a C++ compiler (Debian, Ubuntu)
 	@missing=""; \

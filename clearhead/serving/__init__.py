@@ -11,6 +11,7 @@ openai_format.py         log-probabilities and events in OpenAI's form
 explanation.py           attention, lens and ablation returned with a text
 model_worker.py          a model, and the thread that steps its engine
 guards.py, metrics.py    middleware: keys, host names, sizes; counts and times
+bounded_json.py          a limit on the values in a body, checked before it is parsed
 connections.py           limits on connections: number, time for headers and bodies, pieces
 log_limits.py            a repeated line of the log is counted
 http_errors.py           exceptions to HTTP answers

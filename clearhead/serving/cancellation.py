@@ -1,13 +1,16 @@
-"""Work that is cancelled when nobody waits for it any more."""
+"""Work that is cancelled when nobody waits for it any more, or waits for its client's other work."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+
+from clearhead.serving.guards import CLIENT
 
 T = TypeVar("T")
 
@@ -39,3 +42,24 @@ async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     finally:
         for task in tasks:
             task.cancel()
+
+
+class ClientSlots:
+    """`async with` one of these: at most n at once of each client, and the others wait."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.slots: dict[str, tuple[asyncio.Semaphore, list[None]]] = {}  # with one item for each that runs or waits
+
+    @contextlib.asynccontextmanager
+    async def one(self) -> AsyncGenerator[None, None]:
+        client = CLIENT.get()
+        slot, users = self.slots.setdefault(client, (asyncio.Semaphore(self.n), []))
+        users.append(None)
+        try:
+            async with slot:
+                yield
+        finally:
+            users.pop()
+            if not users:
+                del self.slots[client]

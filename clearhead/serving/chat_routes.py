@@ -12,6 +12,7 @@ from fastapi.responses import Response
 from clearhead.errors import InputError
 from clearhead.generation.texts import make_grammar
 from clearhead.models import Decoder
+from clearhead.serving.bounded_json import BoundedRoute
 from clearhead.serving.explanation import MAX_NEW
 from clearhead.serving.model_worker import ModelWorker
 from clearhead.serving.openai_format import chat_logprobs, new_id
@@ -25,7 +26,7 @@ MAX_NEW_TOKENS = 1024  # if the request does not say
 
 
 def chat_router(service: Service) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=BoundedRoute)
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(body: Chat, request: Request) -> Response:

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from clearhead.errors import InputError
+from clearhead.serving.bounded_json import BoundedRoute
 from clearhead.serving.model_worker import MAX_WAITING, ModelWorker
 from clearhead.serving.openai_format import completion_logprobs, new_id
 from clearhead.serving.protocol import Completion
@@ -20,7 +21,7 @@ from clearhead.serving.text_responses import generation_requests, respond, text_
 
 
 def completion_router(service: Service) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=BoundedRoute)
 
     @router.post("/v1/completions", response_model=None)
     async def completions(body: Completion, request: Request) -> Response:

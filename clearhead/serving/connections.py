@@ -22,7 +22,7 @@ log = logging.getLogger("clearhead.serving")
 
 BODY_RATE = 1000  # bytes of a body that give its client one second more
 SMALL_PIECE = 512  # bytes
-MAX_SMALL_PIECES = 10_000  # of one connection: each costs the event loop as much as a large one
+MAX_SMALL_PIECES = 2000  # of one body: each costs the event loop as much as a large one
 FLUSH_SECONDS = 10.0  # for a client to read the end of an answer
 
 

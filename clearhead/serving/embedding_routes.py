@@ -12,6 +12,7 @@ from fastapi import APIRouter
 from clearhead.errors import InputError
 from clearhead.generation.embeddings import embed_ids
 from clearhead.models import Encoder
+from clearhead.serving.bounded_json import BoundedRoute
 from clearhead.serving.model_worker import ModelWorker
 from clearhead.serving.protocol import Embedding
 from clearhead.serving.service import Service
@@ -19,7 +20,7 @@ from clearhead.serving.text_length import check_characters
 
 
 def embedding_router(service: Service) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=BoundedRoute)
 
     @router.post("/v1/embeddings", response_model=None)
     async def embeddings(body: Embedding) -> dict[str, Any]:

@@ -14,16 +14,17 @@ from clearhead.data.audio import load_audio
 from clearhead.errors import InputError, did_you_mean
 from clearhead.generation.transcription import Scribe
 from clearhead.models import EncoderDecoder
-from clearhead.serving.cancellation import cancel_on_disconnect, gather_or_cancel
+from clearhead.serving.cancellation import ClientSlots, cancel_on_disconnect, gather_or_cancel
 from clearhead.serving.service import Service
 
+MAX_SOUNDS = 2  # of one client at once: half an hour of sound takes a hundred MB and more
 # The form's fields, and those that are accepted with one value only: it is what this server does.
 FIELDS = ("file", "model", "language", "response_format")
 FIXED = {"temperature": ("0", "0.0"), "stream": ("false", "False")}
 
 
 def transcription_router(service: Service) -> APIRouter:
-    router = APIRouter()
+    router, slots = APIRouter(), ClientSlots(MAX_SOUNDS)
 
     @router.post("/v1/audio/transcriptions", response_model=None)
     async def transcriptions(
@@ -39,14 +40,16 @@ def transcription_router(service: Service) -> APIRouter:
         assert worker.tokenizer is not None
         if response_format not in ("json", "text"):
             raise InputError(f"response_format is json or text; got {response_format!r:.40}; leave it out")
-        data = await file.read()
-        sound = await asyncio.to_thread(lambda: load_audio(BytesIO(data)))
         scribe = Scribe(worker.model, worker.tokenizer, language, "transcribe")
-        requests = await asyncio.to_thread(lambda: list(scribe.requests(sound)))
-        work = [worker.finish(one, service.limits.seconds) for one in requests]
-        tickets = await cancel_on_disconnect(request, gather_or_cancel(work))
-        decoded = [worker.tokenizer.decode(ticket.hypotheses[0].tokens).strip() for ticket in tickets]
-        text = " ".join(decoded)
+
+        async def transcribe(data: bytes) -> str:
+            async with slots.one():
+                requests = await asyncio.to_thread(lambda: list(scribe.requests(load_audio(BytesIO(data)))))
+                work = [worker.finish(one, service.limits.seconds) for one in requests]
+                tickets = await gather_or_cancel(work)
+            return " ".join(scribe.tokenizer.decode(ticket.hypotheses[0].tokens).strip() for ticket in tickets)
+
+        text = await cancel_on_disconnect(request, transcribe(await file.read()))
         return PlainTextResponse(text + "\n") if response_format == "text" else {"text": text}
 
     return router

@@ -14,6 +14,7 @@ from clearhead.generation import Request as GenerationRequest
 from clearhead.inside import probe
 from clearhead.models import EncoderDecoder
 from clearhead.quantization.model_weights import example_weight
+from clearhead.serving.bounded_json import BoundedRoute
 from clearhead.serving.cancellation import cancel_on_disconnect, gather_or_cancel
 from clearhead.serving.explanation import Plan, explain, make_plan
 from clearhead.serving.model_worker import ModelWorker
@@ -24,7 +25,7 @@ from clearhead.serving.text_length import check_characters
 
 
 def translation_router(service: Service) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=BoundedRoute)
 
     @router.post("/v1/translate", response_model=None)
     async def translate(body: Translation, request: Request) -> dict[str, Any]:

@@ -20,6 +20,9 @@ from clearhead.data import Tokenizer
 from clearhead.generation import write_texts
 from clearhead.generation.embeddings import ELSEWHERE
 from clearhead.serving.app import make_app
+from clearhead.serving.bounded_json import check_values
+from clearhead.serving.cancellation import ClientSlots
+from clearhead.serving.guards import CLIENT
 from clearhead.serving.model_worker import ModelWorker
 from clearhead.serving.protocol import Chat, Completion, Embedding
 from clearhead.serving.transcription_routes import check_fields
@@ -259,6 +262,46 @@ def test_a_body_that_is_not_sent_as_json(address: str, kind: str | None) -> None
     assert told.status_code == 415
     assert "send the header Content-Type: application/json" in told.json()["error"]["message"]
     assert (kind or "no content type") in told.text
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" + b"1," * 300_000 + b"1]", b'["' + b'","' * 300_000 + b'"]', b',"' * 1_300_000, b"{}," * 2_000_000]
+)
+def test_bodies_of_too_many_values_are_not_parsed(address: str, body: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    for route in ("completions", "chat/completions", "embeddings", "translate"):
+        told = httpx.post(f"{address}/v1/{route}", content=b'{"a":' + body, headers=headers, timeout=60)
+        assert told.status_code == 413
+        assert told.json()["error"]["message"] == "the body holds more than 300,000 values; send fewer"
+
+
+def test_commas_in_a_text_are_no_values() -> None:
+    check_values(json.dumps({"prompt": '1,2,"3",\\4,' * 200_000, "n": 1}).encode())
+
+
+def test_slots_are_each_client_s_own() -> None:
+    async def scene() -> None:
+        slots, order = ClientSlots(1), list[str]()
+
+        async def work(client: str, name: str, goes_on: asyncio.Event) -> None:
+            CLIENT.set(client)
+            async with slots.one():
+                order.append(name)
+                await goes_on.wait()
+
+        first, second = asyncio.Event(), asyncio.Event()
+        tasks = [asyncio.create_task(work("a", name, first)) for name in ("a1", "a2")]
+        tasks.append(asyncio.create_task(work("b", "b1", second)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert order == ["a1", "b1"]
+        first.set()
+        second.set()
+        await asyncio.gather(*tasks)
+        assert order == ["a1", "b1", "a2"]
+        assert slots.slots == {}
+
+    asyncio.run(scene())
 
 
 PROMPT: dict[str, Any] = {"model": "gpt", "prompt": "a", "max_tokens": 1}
