@@ -28,8 +28,8 @@ OPTIONS = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty":
 
 def step(passes: ForwardPasses, fields: Fields) -> bytes:
     """The next token: the model's probabilities, those left after each filter, and the token that is sampled."""
-    model = _generating_model(passes)
-    source = passes.inputs.read(fields.text("text"))
+    model, run = _generating_model(passes), passes.parse(fields)
+    source = passes.inputs.read(run.text)
     new = fields.integers("ids", 0, model.config.vocab_size - 1, MAX_TOKENS, ())
     options: dict[str, Any] = {name: fields.number(name, usual) for name, usual in OPTIONS.items()}
     strategy = Strategy.of({**options, "top_k": fields.integer("top_k", 0, 2**31, 0)})
@@ -37,12 +37,13 @@ def step(passes: ForwardPasses, fields: Fields) -> bytes:
     prompt = passes.inputs.prompt(source) if isinstance(model, EncoderDecoder) else source.strip.ids
     history = [*prompt, *new]
     check_length(history, passes.inputs.target_limit)
-    if isinstance(model, Decoder):
-        read = torch.tensor([history], device=passes.inputs.device)
-        with eval_mode(model):
-            states = model.states(read)
-    else:
-        states = passes.states(source, history)
+    with passes.changed(run):
+        if isinstance(model, Decoder):
+            read = torch.tensor([history], device=passes.inputs.device)
+            with eval_mode(model):
+                states = model.states(read)
+        else:
+            states = passes.states(source, history)
     logits = model.project(states[:, -1:])[:, 0].float()
     counts = (torch.tensor([n], device=logits.device) for n in (len(prompt), len(new), MAX_TOKENS + 1))
     shaped = LogitsProcessor(model, None, strategy)(logits, torch.tensor([history], device=logits.device), *counts)
@@ -88,9 +89,8 @@ def filter_steps(logits: Float[Tensor, "1 V"], strategy: Strategy) -> tuple[Floa
 
 def beam(passes: ForwardPasses, fields: Fields) -> bytes:
     """A beam search as a tree: which branches were kept, finished or dropped at each step, and why."""
-    model = _generating_model(passes)
-    text = fields.text("text")
-    source = passes.inputs.read(text)
+    model, run = _generating_model(passes), passes.parse(fields)
+    source = passes.inputs.read(run.text)
     beams, most = fields.integer("beams", 2, 8, 3), fields.integer("most", 1, 64, 16)
     penalty = fields.number("length_penalty", 1.0)
     if abs(penalty) > 10:
@@ -99,10 +99,11 @@ def beam(passes: ForwardPasses, fields: Fields) -> bytes:
     given: dict[str, Any] = dict(beams=beams, n_best=beams, max_new_tokens=most, length_penalty=penalty, trace=True)
     is_pair = isinstance(model, EncoderDecoder)
     request = Request(source=ids, **given) if is_pair else Request(prompt=ids, **given)
-    ticket = run_requests(model, [request], 4096, "text")[0]
+    with passes.changed(run):
+        ticket = run_requests(model, [request], 4096, "text")[0]
     if ticket.error is not None:
         raise ticket.error
-    trace = make_trace(ticket, model, passes.inputs.tokenizer, text=text)
+    trace = make_trace(ticket, model, passes.inputs.tokenizer, text=run.text)
     steps: list[dict[str, Any]] = []
     for traced in trace["steps"]:
         fates: dict[str, list[dict[str, Any]]] = {"kept": [], "dropped": [], "finished": []}

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -34,9 +35,19 @@ def read(passes: ForwardPasses, fields: Fields) -> bytes:
         "truncated": False,
         "answer": output_of(passes, forward),
         "plain": output_of(passes, passes.run(run.plain)) if run.changes else None,
+        "moved": _moved(passes, forward) if run.changes and passes.model.config.head == "none" else None,
         "note": _length_note(passes, run),
     }
     return pack(answer, **arrays)
+
+
+def _moved(passes: ForwardPasses, forward: ForwardPass) -> dict[str, Any]:
+    """How far the run's changes turned the states of a model without a head: cosines with the states before them."""
+    before, after = passes.run(forward.run.plain).states[0].double(), forward.states[0].double()
+    if before.shape != after.shape:  # a translator that was left to generate wrote another text
+        return {"mean": None, "tokens": []}
+    mean = F.cosine_similarity(before.mean(0), after.mean(0), dim=0)
+    return {"mean": float(mean), "tokens": F.cosine_similarity(before, after).tolist()}
 
 
 def _length_note(passes: ForwardPasses, run: Run) -> str | None:
@@ -60,8 +71,8 @@ def output_of(passes: ForwardPasses, forward: ForwardPass) -> dict[str, Any]:
     """The most likely tokens at the answer's position, or classes of the whole input."""
     model, config = passes.model, passes.model.config
     if config.head == "none":
-        words = f"{len(forward.strip.ids)} vectors of {config.d_model} numbers: this model has no head that answers"
-        return {"kind": "states", "top": [], "text": words}
+        words = f"{len(forward.strip.ids)} vectors of {config.d_model} numbers: this model has no head that predicts."
+        return {"kind": "states", "top": [], "words": words}
     if passes.has_classes:
         assert isinstance(model, Encoder)
         assert model.head is not None
@@ -74,7 +85,9 @@ def output_of(passes: ForwardPasses, forward: ForwardPass) -> dict[str, Any]:
     top = {"top": top_of(passes, logits.softmax(-1), TOP)}
     if isinstance(model, EncoderDecoder):
         return {"kind": "translation", "text": _target_text(passes, forward), **top}
-    return {"kind": "mask" if isinstance(model, Encoder) else "next", "at": at, **top}
+    if not isinstance(model, Encoder):
+        return {"kind": "next", "at": at, **top}
+    return {"kind": "mask" if forward.strip.ids[at] == passes.inputs.tokenizer.mask else "token", "at": at, **top}
 
 
 def answer_position(passes: ForwardPasses, forward: ForwardPass) -> int:

@@ -109,7 +109,7 @@ def _interest(score: dict[str, Any]) -> float:
 
 def _panel_requests(model_info: dict[str, Any], run: dict[str, Any]) -> Iterator[PageRequest]:
     """The requests of each panel when it is opened."""
-    model, text = {"model": run["model"]}, run["text"]
+    model = {"model": run["model"]}
     yield "positions", {**model, "length": 64}
     yield "geometry", model
     yield "pca", {**model, "n": 2000}
@@ -117,8 +117,8 @@ def _panel_requests(model_info: dict[str, Any], run: dict[str, Any]) -> Iterator
     lengths = [2 ** (i + 4) for i in range(int(math.log2(longest)) - 3)]
     yield "cost", {**model, "changes": {}, "batch": 1, "precision": "fp32", "mode": "forward", "lengths": lengths}
     plain = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "seed": 0}
-    yield "step", {**model, "text": text, "ids": [], **plain}
-    yield "beam", {**model, "text": text, "beams": 3, "length_penalty": 1, "most": 16}
+    yield "step", {"run": run, "ids": [], **plain}
+    yield "beam", {"run": run, "beams": 3, "length_penalty": 1, "most": 16}
     for attention in model_info["attentions"]:
         if attention["name"] != "cross":
             yield "flow", {"run": run, "attention": attention["name"]}

@@ -24,8 +24,10 @@ def make_models(folder: Path) -> dict[str, Path]:
         "gpt": ch.preset("gpt2", **sizes),
         "classes": ch.preset("bert-base", **sizes, head="classes", labels=("no", "yes", "maybe")),
         "masked": ch.preset("bert-base", **sizes, head="tokens"),
+        "states": ch.preset("minilm-l6", **sizes),
         "translator": ch.preset("transformer-base", **sizes),
         "long": ch.preset("gpt2", **{**sizes, "n_layers": 12, "n_heads": 12, "d_model": 48, "max_len": 1024}),
+        "deep": ch.preset("gpt2", **{**sizes, "n_layers": 30, "n_heads": 8, "d_model": 16, "d_ff": 16}),
         "digits": ch.preset(
             "vit-b-16",
             **dict(n_layers=2, d_model=32, n_heads=4, d_ff=64, image_size=8, patch_size=2, n_channels=1),

@@ -71,7 +71,7 @@ def use_heads(one: Opened, place: Path, model: str) -> None:
     else:
         page.locator(".strip [role=option]").last.hover()
         assert page.locator(".strip [role=option][style*='background']").count() >= 1
-    assert re.search("looks.* at", panel.locator(".readout").inner_text())
+    assert re.search("looks hardest at", panel.locator(".readout").inner_text())
     if model == "translator":
         hard = panel.get_by_label("Hard alignment")
         assert hard.is_checked()
@@ -93,7 +93,7 @@ def use_lens(one: Opened, place: Path, model: str) -> None:
     one.page.keyboard.press("ArrowDown")
     one.settle()
     assert one.state()["lens.layer"] == "1"
-    one.choose("rank of what came")
+    one.choose("rank of the actual token")
     assert one.state()["lens.by"] == "rank"
 
 
@@ -121,7 +121,7 @@ def use_intervene(one: Opened, place: Path, model: str) -> None:
     one.settle()
     assert "changes" not in one.state()
     panel.get_by_role("button", name="Try every head").click()
-    panel.get_by_text("The 20 heads that matter most").wait_for()
+    panel.get_by_text("The 20 largest changes").wait_for()
     one.settle()
     n_heads = cells.count()
     assert panel.locator("table tbody tr").count() == min(20, n_heads)

@@ -242,7 +242,7 @@ def test_steps_equal_generate(explorers: dict[str, Explorer]) -> None:
     expected = ch.generate(explorer.model, [prompt], max_new_tokens=5, seed=11, eos=(), **options)[0]
     ids: list[int] = []
     for _ in range(5):
-        reply, _ = ask(explorer, "step", model="decoder", text=TEXT, ids=ids, seed=11, **options)
+        reply, _ = ask(explorer, "step", run=make_run(explorer), ids=ids, seed=11, **options)
         kept = [one for one in reply["top"] if one["removed_by"] is None]
         assert all((one["p_final"] == 0) == (one["removed_by"] is not None) for one in reply["top"])
         assert reply["kept"] <= 40
@@ -254,12 +254,59 @@ def test_steps_equal_generate(explorers: dict[str, Explorer]) -> None:
 def test_a_beam_search_equals_translate(explorers: dict[str, Explorer]) -> None:
     explorer = explorers["pair"]
     assert isinstance(explorer.model, EncoderDecoder)
-    reply, _ = ask(explorer, "beam", model="pair", text=TEXT, beams=3, length_penalty=1, most=6)
+    reply, _ = ask(explorer, "beam", run=make_run(explorer), beams=3, length_penalty=1, most=6)
     ids = ask(explorer, "read", run=make_run(explorer))[0]["source"]["ids"]
     best = ch.translate(explorer.model, [ids], beams=3, n_best=3, max_new_tokens=6, return_scores=True)[0]
     assert [one["score"] for one in reply["result"]] == pytest.approx([one.score for one in best], abs=1e-4)
     assert len(reply["steps"][0]["alive"]) == 3
     assert all(one["why"] for step in reply["steps"] for one in (*step["died"], *step["alive"]))
+
+
+@pytest.mark.parametrize("how", ["zero", "mean", "patch"])
+def test_generation_follows_the_changes(explorers: dict[str, Explorer], how: str) -> None:
+    """The page's steps and beams are those of `generate` and `translate` inside the same interventions."""
+    for kind, site in (("decoder", "blocks.1.attention"), ("pair", "decoder.blocks.0.cross")):
+        explorer = explorers[kind]
+        changes = [{"site": site, "head": head, "how": how} for head in range(3)]
+        second = "a dog ran over the hill. a" if how == "patch" else None
+        run = make_run(explorer, changes=changes, second=second)
+        prompt = ask(explorer, "read", run=make_run(explorer))[0]["source"]["ids"]
+        passes: Any = explorer.passes
+        with torch.no_grad(), passes.changed(passes.parse(Fields({"run": run}))):
+            if kind == "decoder":
+                expected = ch.generate(explorer.model, [prompt], max_new_tokens=4, temperature=0, eos=())[0]
+            else:
+                expected = ch.translate(explorer.model, [prompt], beams=3, max_new_tokens=6, return_scores=True)[0]
+        if kind == "pair":
+            reply, _ = ask(explorer, "beam", run=run, beams=3, length_penalty=1, most=6)
+            best: Any = expected
+            assert reply["result"][0]["score"] == pytest.approx(best[0].score, abs=1e-4)
+            plain, _ = ask(explorer, "beam", run=make_run(explorer), beams=3, length_penalty=1, most=6)
+            assert reply["result"][0]["score"] != pytest.approx(plain["result"][0]["score"], abs=1e-6)
+            continue
+        ids: list[int] = []
+        for _ in range(4):
+            ids.append(ask(explorer, "step", run=run, ids=ids, temperature=0)[0]["drawn"])
+        assert ids == expected
+
+
+def test_states_that_turned(explorers: dict[str, Explorer]) -> None:
+    """A model without a head predicts nothing; a change is told by the cosines of its states."""
+    explorer = explorers["encoder"]
+    assert ask(explorer, "read", run=make_run(explorer))[0]["moved"] is None
+    changes = [{"site": "blocks.1.attention", "head": 0, "how": "zero"}]
+    reply, _ = ask(explorer, "read", run=make_run(explorer, changes=changes))
+    assert "text" not in reply["answer"]
+    ids = torch.tensor([reply["source"]["ids"]])
+    with torch.no_grad():
+        before = explorer.model(ids)[0]
+        with intervene(explorer.model, zero("blocks.1.attention.out", head=0)):
+            after = explorer.model(ids)[0]
+    assert reply["moved"]["tokens"] == pytest.approx(F.cosine_similarity(before, after).tolist(), abs=CLOSE)
+    assert reply["moved"]["mean"] == pytest.approx(
+        float(F.cosine_similarity(before.mean(0), after.mean(0), dim=0)), abs=CLOSE
+    )
+    assert min(reply["moved"]["tokens"]) < 1 - 1e-6
 
 
 def test_geometry_neighbours_and_pca(explorers: dict[str, Explorer]) -> None:

@@ -36,7 +36,7 @@ export function panel(root, page) {
   const clock = card('Time on this machine', '', inputs === 'patches' ? null : row(gauge, el('span', {class: 'note'}, 'Runs the model at a few short lengths.')));
   const memory = card('Memory');
   const workChart = chart(work, 'Operations by length, one line a part', 300);
-  const clockChart = chart(clock, 'Seconds by length, forecast and measured');
+  const clockChart = chart(clock, 'Seconds by length: a lower bound, and measured');
   const memoryChart = chart(memory, 'Bytes by length, one line a kind');
   root.append(box, work, el('div', {class: 'columns'}, clock, memory));
 
@@ -82,9 +82,9 @@ export function panel(root, page) {
   }
   function showTime() {
     const found = measured && {name: 'measured, the model as it is', ...measured, dots: true};
-    clockChart.show({x: X, y: {label: 'seconds', log: true}, series: [{name: 'forecast', x, y: seconds}, ...(found ? [found] : [])]});
+    clockChart.show({x: X, y: {label: 'seconds', log: true}, series: [{name: 'at least, by this machine’s best rate', x, y: seconds, dash: true}, ...(found ? [found] : [])]});
     clockChart.say(`No less than ${time(seconds[last])} at ${short(x[last])} tokens, at this machine’s best rate.`,
-      ['length', 'forecast', 'measured'], x.map((length, j) => [length, time(seconds[j]), found && j < found.y.length ? time(found.y[j]) : '']));
+      ['length', 'at least', 'measured'], x.map((length, j) => [length, time(seconds[j]), found && j < found.y.length ? time(found.y[j]) : '']));
   }
   async function measure() {
     gauge.disabled = true;

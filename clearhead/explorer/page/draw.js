@@ -103,6 +103,9 @@ export function bitmap(values, rows = 1, cols = 1, scale = (value) => value) {
   return canvas;
 }
 
+document.addEventListener('pointerdown', ({target}) => {
+  if (!(target instanceof HTMLCanvasElement)) tip(null);
+});
 const tipBox = el('div', {class: 'tip', hidden: true, 'aria-hidden': 'true'});
 /** At a place in the window. @param {string | null} words */
 export function tip(words, x = 0, y = 0) {
@@ -165,8 +168,12 @@ export function figure(root, kind) {
   new ResizeObserver(redraw).observe(canvas);
   const {hover, click, keys} = kind;
   if (hover) {
-    canvas.addEventListener('pointermove', (event) => tip(hover(event.offsetX, event.offsetY), event.clientX, event.clientY));
-    canvas.addEventListener('pointerleave', () => {
+    const point = (/** @type {PointerEvent} */ event) => tip(hover(event.offsetX, event.offsetY), event.clientX, event.clientY);
+    canvas.addEventListener('pointermove', point);
+    canvas.addEventListener('pointerdown', point);
+    canvas.addEventListener('pointerleave', ({pointerType}) => {
+      // A finger leaves as it is lifted: what it tapped stays to be read.
+      if (pointerType === 'touch') return;
       tip(null);
       kind.leave?.();
     });

@@ -1,8 +1,8 @@
-/** Writing: sampling one token at a time with what each filter removes, and beam search as a tree of who lived and died. */
+/** Generation: sampling one token at a time with what each filter removes, and beam search as a tree of what was kept and dropped. */
 import {barOf, button, card, colour, controls, el, figure, font, keptChoice, note, percent, quoted, row, short, slider, textField, visible} from './draw.js';
 
 /** A branch's colours (inside, edge, word) and sign. */
-const LOOKS = {'goes on': ['--tint', '--tint', '--ink', ''], ends: ['--tint', '--accent', '--ink', '■ '], dies: ['--card', '--line', '--soft', '× ']};
+const LOOKS = {kept: ['--tint', '--tint', '--ink', ''], finished: ['--tint', '--accent', '--ink', '■ '], dropped: ['--card', '--line', '--soft', '× ']};
 
 /** @type {PanelKind['panel']} */
 export function panel(root, page) {
@@ -13,7 +13,7 @@ export function panel(root, page) {
   let inner;
   const {area, node} = textField(isPair ? 'Source' : 'Text to go on from', 2, (text) => state.set({text, 'generate.written': null}));
   const how = () => state.get('generate.how', isPair ? 'beam' : 'sample');
-  root.append(card('Write, one token at a time', 'A model gives every token a probability; how one is chosen is up to you.',
+  root.append(card('Write, one token at a time', 'The model gives every token a probability. You choose how one of them is taken.',
     node, keptChoice(state, 'generate.how', how(), 'Choose by', [['sample', 'Sampling'], ['beam', 'Beam search']])), body);
   function open() {
     body.replaceChildren();
@@ -56,21 +56,21 @@ function sample(root, page) {
   root.append(el('div', {class: 'sampling'}, el('div', {class: 'stack'},
     card('So far', '', story, row(button('Take the drawn token', () => put([...written(), drawn]), 'main'),
       button('Draw again', () => state.set({'generate.seed': state.number('generate.seed', 0) + 1}), 'quiet'), back, restart)),
-    card('How it is chosen', 'The temperature bends the probabilities, filters cut the tail, chance decides among the rest. Outline: before; bar: after.',
+    card('How it is chosen', 'The temperature sharpens or flattens the probabilities, the filters remove unlikely tokens, and one of the rest is drawn at random. Outline: before; bar: after.',
       el('div', {class: 'knobs'}, ...knob.sliders))), box));
 
   function update() {
-    const [ids, {model, text}] = [written(), page.run()];
-    const params = {model, text, ids, ...knob.values(), seed: state.number('generate.seed', 0)};
+    const [ids, run] = [written(), page.run()];
+    const params = {run, ids, ...knob.values(), seed: state.number('generate.seed', 0)};
     back.disabled = restart.disabled = !ids.length;
     void page.load(box, 'step', 'step', params, (answer) => {
       /** @type {Choice[]} */
       const top = answer.top;
       drawn = answer.drawn;
       const one = top.find(({id}) => id === drawn);
-      story.replaceChildren(el('span', {class: 'was-there'}, page.model().shape === 'decoder' ? text : ''),
+      story.replaceChildren(el('span', {class: 'was-there'}, page.model().shape === 'decoder' ? run.text : ''),
         ids.length ? el('bdi', {class: 'new'}, answer.text) : '', el('bdi', {class: 'drawn'}, visible(answer.drawn_token)));
-      told.textContent = `Chance drew ${quoted(answer.drawn_token)}${one ? `, which had ${percent(one.p_final)},` : ''} from ${short(answer.kept)} that were left.${answer.is_end ? ' It ends the text.' : ''}`;
+      told.textContent = `Drawn: ${quoted(answer.drawn_token)}${one ? ` (probability ${percent(one.p_final)})` : ''}, from ${short(answer.kept)} tokens that the filters left.${answer.is_end ? ' It ends the text.' : ''}`;
       const most = Math.max(...top.flatMap(({p_raw, p_final}) => [p_raw, p_final]));
       list.replaceChildren(...top.slice(0, 24).map(({id, token, p_raw, p_final, removed_by: by}) => {
         const fate = by ? 'gone' : id === drawn ? 'drawn' : '';
@@ -93,11 +93,11 @@ function beam(root, page) {
   let chosen = null;
   let steps = 0, slots = 1;
   const knob = knobs(state, [['beams', 'Beams', 2, 8, 1, 3], ['length_penalty', 'Length penalty', 0, 2, 0.1, 1], ['most', 'Most tokens', 2, 40, 1, 16]]);
-  const box = card('Beam search', 'Every beam tries all its ways on; only the best few of them all go on. Filled: the winner’s way; × died, ■ ended.',
+  const box = card('Beam search', 'At each step every beam is extended by every token, and the best few of all these texts are kept. Filled: the text that won; ×: dropped; ■: finished.',
     controls(...knob.sliders));
   const results = el('ol', {class: 'results'});
   const word = el('p', {class: 'working', role: 'status'});
-  root.append(box, card('What it found', 'Log-probability over length to the penalty’s power: nearer to 0 is better.', results));
+  root.append(box, card('What it found', 'Score: log-probability divided by length to the power of the penalty. Nearer to 0 is better.', results));
   const tree = figure(box, {
     label: 'The tree of beam search; arrow keys move through it', height: () => top + slots * high,
     draw(ink) {
@@ -126,7 +126,7 @@ function beam(root, page) {
   sideways.append(tree.canvas);
 
   /** @param {Leaf} leaf */
-  const weight = ({wins, fate}) => (wins ? 2 : fate === 'dies' ? 0 : 1);
+  const weight = ({wins, fate}) => (wins ? 2 : fate === 'dropped' ? 0 : 1);
   /** @param {Ink} ink @param {Leaf} leaf */
   function stem(ink, leaf) {
     const {before, x, y} = leaf;
@@ -143,7 +143,7 @@ function beam(root, page) {
   function paint(ink, leaf) {
     const {x, y, fate, wins} = leaf;
     ink.beginPath();
-    ink.roundRect(x, y - 12, wide, 24, fate === 'ends' ? 12 : 6);
+    ink.roundRect(x, y - 12, wide, 24, fate === 'finished' ? 12 : 6);
     const [inside, edge, word, sign] = LOOKS[fate];
     ink.fillStyle = colour(wins ? '--accent' : inside);
     ink.fill();
@@ -165,21 +165,19 @@ function beam(root, page) {
   /** @param {Leaf | null} leaf */
   function choose(leaf) {
     chosen = leaf;
-    word.textContent = leaf ? `${way(leaf)}. ${tell(leaf)}` : 'Choose a branch to read why it lived or died.';
+    word.textContent = leaf ? `${way(leaf)}. ${tell(leaf)}` : 'Choose a branch to read why it was kept or dropped.';
     if (leaf) sideways.scrollTo({left: leaf.x - sideways.clientWidth / 2});
     tree.redraw();
   }
 
   function update() {
-    const {model, text} = page.run();
     const set = knob.values();
-    const params = {model, text, ...set};
-    void page.load(box, 'beam', 'beam', params, (answer) => {
+    void page.load(box, 'beam', 'beam', {run: page.run(), ...set}, (answer) => {
       grow(answer.steps, set.beams);
       sideways.style.setProperty('--wide', `${steps * pitch}px`);
       choose(null);
-      const dead = leaves.filter(({fate}) => fate === 'dies').length;
-      tree.say(`${steps} steps with ${set.beams} beams: ${leaves.length - dead} branches lived, ${dead} died close behind.${answer.stopped ? ` It stopped because ${answer.stopped}.` : ''}`,
+      const dead = leaves.filter(({fate}) => fate === 'dropped').length;
+      tree.say(`${steps} steps with ${set.beams} beams: ${leaves.length - dead} branches were kept, ${dead} of the next best were dropped.${answer.stopped ? ` It stopped because ${answer.stopped}.` : ''}`,
         ['step', 'token', 'after', 'score', 'fate'], leaves.map(({step, token, before, score, fate, why}) => [step + 1, visible(token), before ? visible(before.token) : '', score?.toFixed(3) ?? '', why ?? fate]));
       results.replaceChildren(...answer.result.map((/** @type {{text: string, score: number}} */ one) =>
         el('li', {}, el('span', {class: 'said', dir: 'auto'}, one.text || '(nothing)'), ' ', el('small', {}, one.score.toFixed(3)))));
@@ -193,8 +191,8 @@ function beam(root, page) {
     told.forEach(({alive, died, done}, step) => {
       /** @param {Branch[]} some @param {Leaf['fate']} fate @returns {Leaf[]} */
       const made = (some, fate) => some.map((one) => ({...one, step, fate, before: before[one.parent] ?? null, x: left + step * pitch, y: 0}));
-      const kept = made(alive, 'goes on');
-      const all = [...kept, ...made(done, 'ends'), ...made(died.filter(({score}) => score !== null).slice(0, beams), 'dies')];
+      const kept = made(alive, 'kept');
+      const all = [...kept, ...made(done, 'finished'), ...made(died.filter(({score}) => score !== null).slice(0, beams), 'dropped')];
       all.forEach((leaf, i) => (leaf.y = top + i * high));
       slots = Math.max(slots, all.length);
       leaves.push(...all);

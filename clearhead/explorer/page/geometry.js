@@ -1,4 +1,4 @@
-/** Directions: the angles between a model's tokens beside those of chance, who stands near whom, and a flat view of it all. */
+/** Geometry: the angles between a model's tokens beside those of random directions, nearest tokens, and a flat view. */
 import {showStats} from './cost.js';
 import {ARROWS, axis, bars, card, chart, colour, el, figure, font, note, quoted, ring, short, visible} from './draw.js';
 
@@ -6,14 +6,14 @@ import {ARROWS, axis, bars, card, chart, colour, el, figure, font, note, quoted,
 export function panel(root, page) {
   const {state} = page;
   const model = page.model().name;
-  const angles = card('How the tokens point', 'Every token is a direction. Random directions stand nearly at right angles; a trained model’s do not.');
+  const angles = card('Angles between tokens', 'Every token is a direction. Random directions in many dimensions are nearly at right angles; the curves show how this model’s tokens compare.');
   const curve = chart(angles, 'Angles between pairs of tokens, and of random directions', 280);
   const bounds = el('dl', {class: 'stats'});
   angles.append(bounds);
   const input = el('input', {type: 'search', id: 'geometry-word', autocomplete: 'off', dir: 'auto'});
   const list = el('div', {class: 'stack'});
   const pick = (token = '') => state.set({'geometry.word': token});
-  const near = card('Who stands near a token', '', el('form', {class: 'row', onsubmit: (event) => {
+  const near = card('Nearest tokens', '', el('form', {class: 'row', onsubmit: (event) => {
     event.preventDefault();
     pick(input.value);
   }}, el('label', {for: 'geometry-word', class: 'note'}, 'Token'), input, el('button', {type: 'submit'}, 'Find')), list);
@@ -132,7 +132,7 @@ function showAngles({arrays: {angles, density, random}, bounds: {least_deg, wors
   const full = Array.from(angles, (_, i) => i).filter((i) => density[i] > most || random[i] > most);
   const [from, to] = [Math.max(0, full[0] - 2), full[full.length - 1] + 3];
   const x = angles.slice(from, to);
-  curve.show({x: {label: 'angle in degrees'}, y: {label: 'share of pairs a degree', zero: true}, marks: least_deg ? [{x: 90 - least_deg, label: 'bound'}] : [],
+  curve.show({x: {label: 'angle in degrees'}, y: {label: 'share of all pairs, per degree', zero: true}, marks: least_deg ? [{x: 90 - least_deg, label: 'bound'}] : [],
     series: [{name: 'this model', x, y: density.slice(from, to), fill: true}, {name: `random directions in ${d} dimensions`, x, y: random.slice(from, to), dash: true}]});
   curve.say(words, ['angle', 'model', 'random'], Array.from(angles, (angle, i) => [angle, density[i], random[i]]).sort((a, b) => b[1] - a[1]).slice(0, 20)
     .map(([angle, own, chance]) => [`${angle.toFixed(1)}°`, own.toFixed(4), chance.toFixed(4)]));

@@ -8,6 +8,14 @@ export const SCORES = {
   layer: 'layer', previous: 'previous token', first: 'first token', induction: 'induction', entropy: 'focus (low entropy)', alignment: 'alignment',
 };
 
+/** Whether heads of this model can be ordered by a score. Patches and frames are no tokens: none repeats, and the first is no start.
+ * @param {Page} page */
+export function hasScore(page, name = '') {
+  const {shape, inputs} = page.model();
+  if (name === 'alignment') return shape === 'encoder_decoder';
+  return name === 'layer' || name === 'entropy' || inputs === 'tokens' || shape === 'encoder_decoder';
+}
+
 /** The attention whose heads are shown. Where there is cross-attention it tells most.
  * @param {Page} page */
 export function attentionOf(page) {
@@ -79,14 +87,17 @@ export function makeGrid(root, page, told) {
   root.append(grid);
   /** @param {Head} head */
   function words(head) {
-    const scores = Object.entries(head.scores ?? {}).filter(([name, value]) => name in SCORES && value !== null)
+    const scores = Object.entries(head.scores ?? {}).filter(([name, value]) => name in SCORES && hasScore(page, name) && value !== null)
       .map(([name, value]) => (name === 'entropy' ? `entropy ${Number(value).toFixed(2)} nats` : `${SCORES[name]} ${Number(value).toFixed(2)}`));
     return [`Layer ${head.layer}, head ${head.head}`, told.words?.(head) ?? '', ...scores].filter(Boolean).join('\n');
   }
   /** @param {Head} head */
   const rank = (head, score = '') => (score === 'entropy' ? -(head.scores?.entropy ?? Infinity) : head.scores?.[score] ?? -Infinity);
 
-  const order = () => (told.sorts ? page.state.get('sort', 'layer') : 'layer');
+  const order = () => {
+    const sort = told.sorts ? page.state.get('sort', 'layer') : 'layer';
+    return hasScore(page, sort) ? sort : 'layer';
+  };
 
   function build() {
     const attention = attentionOf(page);
@@ -97,6 +108,7 @@ export function makeGrid(root, page, told) {
       const node = el('div', {role: 'gridcell', class: 'head', tabindex: '-1', 'aria-selected': 'false'}, el('img', {alt: ''}));
       return {site, layer, head, scores: null, node};
     }));
+    grid.classList.toggle('compact', attention.sites.length > 12);
     grid.style.setProperty('--most', String(Math.max(...attention.n_heads)));
     arrange();
   }

@@ -1,26 +1,29 @@
 /** The first panel: all heads on the left, the map of one on the right. */
 
 import {card, controls, keptChoice, note} from './draw.js';
-import {SCORES, attentionChoice, attentionOf, layerOf, makeGrid} from './grid.js';
+import {SCORES, attentionChoice, attentionOf, hasScore, layerOf, makeGrid} from './grid.js';
 import {makeMap} from './map.js';
 
 /** @type {PanelKind['panel']} */
 export function panel(root, page) {
   const kind = note();
-  const left = card('Every head', 'Who looks (down) at whom (across). Choose one to see it large.');
+  const left = card('Every head', 'Each picture is one head: rows are the tokens that attend, columns the tokens they attend to. Choose one to see it large.');
   const right = card('', '', kind);
   const title = /** @type {Box} */ (right.firstChild);
   left.classList.add('all');
   right.classList.add('one');
   root.append(left, right);
-  const sorts = keptChoice(page.state, 'sort', 'layer', 'Order by',
-    Object.entries(SCORES).filter(([name]) => name !== 'alignment' || page.model().shape === 'encoder_decoder'));
+  const sorts = keptChoice(page.state, 'sort', 'layer', 'Order by', Object.entries(SCORES).filter(([name]) => hasScore(page, name)));
   left.append(controls(attentionChoice(page), sorts));
   /** @type {Head | null} what the page chose until the reader does */
   let liked = null;
 
   const grid = makeGrid(left, page, {
-    label: 'Heads', sorts: true, pick: (head) => page.state.set({site: head.site, head: head.head}),
+    label: 'Heads', sorts: true, pick(head) {
+      page.state.set({site: head.site, head: head.head});
+      // In one column the map is below the heads.
+      if (right.offsetTop > left.offsetTop + left.offsetHeight / 2) right.scrollIntoView({block: 'start'});
+    },
     filled(heads, done) {
       const best = mostTelling(heads);
       grid.mark(isChosen);
@@ -57,7 +60,7 @@ export function panel(root, page) {
     if (!head) return;
     title.textContent = `Layer ${layerOf(head.site)}, head ${head.head}`;
     const scores = grid.heads().find(isChosen)?.scores;
-    kind.textContent = scores ? resemblance(scores) : '';
+    kind.textContent = scores ? resemblance(Object.fromEntries(Object.entries(scores).filter(([name]) => hasScore(page, name)))) : '';
   }
   page.state.subscribe(['site', 'head'], showMap, left);
   page.state.subscribe(['sort'], () => {
@@ -84,9 +87,9 @@ function mostTelling(heads) {
 
 /** @param {{[name: string]: number | null}} scores */
 function resemblance(scores) {
-  const says = {alignment: 'follows the alignment', induction: 'looks at what came after this token before (induction)', previous: 'looks at the token before', first: 'rests on the first token'};
+  const says = {alignment: 'attends to the source token that is copied (alignment)', induction: 'attends to what followed this token earlier (induction)', previous: 'attends to the token before', first: 'attends to the first token'};
   const [[name, words]] = Object.entries(says).sort(([a], [b]) => (scores[b] ?? 0) - (scores[a] ?? 0));
   const most = scores[name] ?? 0;
-  return (most > 0.4 ? `Mostly ${words} (${most.toFixed(2)}).` : 'None of the usual kinds on this text.') +
+  return (most > 0.4 ? `Mostly ${words} (${most.toFixed(2)}).` : name in scores ? 'None of the usual kinds on this text.' : '') +
     (scores.entropy == null ? '' : ` Entropy ${scores.entropy.toFixed(2)} nats: about ${Math.exp(scores.entropy).toFixed(1)} tokens.`);
 }

@@ -1,4 +1,4 @@
-/** Change heads and watch the answer: zero one, give it its mean, or what it held in another text; or try all of them. */
+/** Interventions: replace a head's output by zeros, by its mean or by its output on another text; or remove each head in turn. */
 
 import {bars, button, card, complain, controls, el, keptChoice, note, percent, quoted, row, short, tableBox, textField} from './draw.js';
 import {attentionChoice, attentionOf, eachLayer, layerOf, makeGrid} from './grid.js';
@@ -12,7 +12,7 @@ export function panel(root, page) {
   const {state} = page;
   const result = el('div', {class: 'before-after', 'aria-live': 'polite'});
   const chips = row();
-  const left = card('Change heads', 'Choose heads to change what they hand on; choose one again to let it be.');
+  const left = card('Change heads', 'Click a head to replace its output. Click it again to undo that.');
   root.append(left, card('The answer, before and after', '', result, chips));
   const how = () => /** @type {Change['how']} */ (state.get('how', 'zero'));
   const changed = () => readChanges(state.get('changes'));
@@ -28,7 +28,7 @@ export function panel(root, page) {
     label: 'Heads to change', sorts: false, filled: paint,
     pick({site, head}) {
       if (how() === 'patch' && !state.get('second').trim()) {
-        complain(left, 'Give the other text first; the head is given what it held there.');
+        complain(left, 'Write the other text first. The head gets its output on that text.');
         return other.querySelector('textarea')?.focus();
       }
       complain(left, null);
@@ -42,21 +42,22 @@ export function panel(root, page) {
     },
   });
   const bar = el('progress', {max: 1, value: 0, hidden: true, 'aria-label': 'Sweep'});
-  const words = note('The sweep zeroes each head alone and measures what that does.');
-  const table = tableBox('The 20 heads that matter most');
+  const words = note('Sets each head to zero, one at a time, and measures how the loss changes.');
+  const table = tableBox('The 20 largest changes');
   const all = button('Try every head', () => void sweep(), 'main');
   left.append(row(all, bar), words, table.node);
   all.hidden = page.model().can.sweep === false;
 
   function paint() {
     const changes = changed();
-    const most = Math.max(1e-9, ...[...effects.values()].map(size));
+    const most = Math.max(1e-9, ...[...effects.values()].map((effect) => Math.abs(harm(effect))));
     grid.mark(({site, head}) => changes.some(is(site, head)));
     for (const {site, head, node} of grid.heads()) {
       const change = changes.find(is(site, head));
       const effect = effects.get(`${site}:${head}`);
       node.dataset.change = change ? {zero: '0', mean: 'm', patch: 'p'}[change.how] : '';
-      node.style.setProperty('--effect', String(effect ? size(effect) / most : 0));
+      node.dataset.effect = effect && harm(effect) < 0 ? 'better' : 'worse';
+      node.style.setProperty('--effect', String(effect ? Math.abs(harm(effect)) / most : 0));
     }
     other.hidden = how() !== 'patch' && !changes.some((one) => one.how === 'patch');
     chips.replaceChildren(...changes.map((one) => {
@@ -66,9 +67,11 @@ export function panel(root, page) {
   }
   async function sweep() {
     const mine = ++turn;
+    if (!bar.hidden) return rest();
     effects = new Map();
     bar.hidden = false;
-    all.disabled = true;
+    bar.value = 0;
+    all.textContent = 'Stop';
     await eachLayer(left, page, 'sweep', {}, () => mine === turn, (answer, layer, done) => {
       bar.value = (layer + 1) / attentionOf(page).sites.length;
       for (const effect of answer.effects) effects.set(`${effect.site}:${effect.head}`, effect);
@@ -79,12 +82,16 @@ export function panel(root, page) {
   }
   function rest() {
     bar.hidden = true;
-    all.disabled = false;
+    all.textContent = 'Try every head';
   }
   function tellSweep(measure = '') {
-    const order = [...effects].sort(([, a], [, b]) => size(b) - size(a));
+    const order = [...effects].sort(([, a], [, b]) => Math.abs(harm(b)) - Math.abs(harm(a)));
     const name = (at = '') => `layer ${layerOf(at)}, head ${at.split(':')[1]}`;
-    words.textContent = `The longer the bar, the more it matters${measure ? ` (${measure})` : ''}. Most: ${name(order[0][0])} (${told(order[0][1])}).`;
+    const most = (/** @type {number} */ sign) => order.find(([, effect]) => sign * harm(effect) > 0);
+    const [worst, best] = [most(1), most(-1)];
+    words.textContent = `Bars: ${measure || 'the change without the head'}. ` +
+      (worst ? `Removing ${name(worst[0])} hurts most (${told(worst[1])}). ` : 'Removing a head never hurts here. ') +
+      (best ? `Removing ${name(best[0])} helps most (${told(best[1])}); bars from the right mean better.` : 'Removing a head never helps here.');
     table.show(['head', 'loss', 'logit'], order.map(([at, {d_loss, d_logit}]) => [name(at), signed(d_loss), signed(d_logit)]));
   }
   /** A sweep belongs to one text and one attention. */
@@ -116,15 +123,16 @@ function otherField({state, model}) {
 }
 
 /** @param {Box} box @param {Reading} reading */
-function compare(box, {answer, plain}) {
+function compare(box, {answer, plain, moved, source, target}) {
   if (!plain) return box.replaceChildren(note('Nothing is changed yet. Choose a head, or try them all.'));
+  if (moved) return box.replaceChildren(...movedStates(moved, (target ?? source).tokens));
   // Of both, so that what fell or rose is seen.
   const both = new Map([...plain.top.slice(0, 6), ...answer.top.slice(0, 6)].map((guess) => [guess.id, guess]));
   const chance = (/** @type {Guess[]} */ top, id = 0) => top.find((guess) => guess.id === id)?.p ?? 0;
   const side = (title = '', /** @type {Result} */ {text, top}) => el('div', {}, el('h3', {}, title), text ? el('bdi', {class: 'said'}, text)
     : bars([...both.values()].map((guess) => ({...guess, p: chance(top, guess.id)}))));
   box.replaceChildren(side('Before', plain), side('After', answer));
-  if (plain.text) return box.append(note(plain.text === answer.text ? 'The text stays.' : 'The text changes.'));
+  if (plain.text) return box.append(note(plain.text === answer.text ? 'The text is the same.' : 'The text is another one.'));
   const [was, is] = [plain.top[0], answer.top[0]];
   if (!was || !is) return;
   const word = (/** @type {Guess} */ guess) => quoted(guess.token ?? guess.label);
@@ -132,9 +140,20 @@ function compare(box, {answer, plain}) {
     : `${word(is)} takes the place of ${word(was)}, which falls from ${percent(was.p)} to ${percent(chance(answer.top, was.id))}.`));
 }
 
+/** A model without a head predicts nothing: what a change does is how far it turns the states.
+ * @param {NonNullable<Reading['moved']>} moved @param {string[]} names */
+function movedStates({mean, tokens}, names) {
+  if (mean === null) return [note('The change made the model write another text, so its states are not compared.')];
+  const order = tokens.map((cosine, i) => ({token: names[i], id: i, p: Math.max(0, cosine), cosine})).sort((a, b) => a.cosine - b.cosine).slice(0, 8);
+  if (order[0].cosine > 1 - 1e-9) return [note('The states are the same as before.')];
+  const list = bars(order);
+  [...list.children].forEach((row, i) => row.lastElementChild?.replaceChildren(order[i].cosine.toFixed(3)));
+  return [el('div', {}, el('h3', {}, 'States that turned most'), list), note(`Cosine of each state with the one before the change; 1 is the same direction. Of the mean of all states: ${mean.toFixed(4)}.`)];
+}
+
 const is = (site = '', head = 0) => (/** @type {Change} */ change) => change.site === site && change.head === head;
-/** @param {Effect} effect */
-const size = (effect) => Math.abs(effect.d_loss ?? effect.d_logit ?? 0);
+/** How much worse the model gets without the head; below 0: better. @param {Effect} effect */
+const harm = ({d_loss, d_logit}) => d_loss ?? -(d_logit ?? 0);
 /** @param {Effect} effect */
 const told = ({d_loss, d_logit}) => [d_loss != null && `loss ${signed(d_loss)}`, d_logit != null && `answer's logit ${signed(d_logit)}`].filter(Boolean).join(', ');
 /** @param {number | null} [value] */

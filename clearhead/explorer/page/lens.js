@@ -1,4 +1,4 @@
-/** The lens: each layer's state read as if it were the last, so what the model would say there; drawn only where it is seen. */
+/** The logit lens: the model's head applied after each layer, as if it were the last; drawn only where it is seen. */
 
 import {ARROWS, bars, card, colour, controls, el, figure, inkOn, keptChoice, note, percent, quoted, ring, shadeOf, tip, visible, within} from './draw.js';
 
@@ -6,14 +6,14 @@ const WIDE = 78, HIGH = 28, LEFT = 46, TOP = 30, PIECE = 256;
 
 /** @type {PanelKind['panel']} */
 export function panel(root, page) {
-  const left = card('What each layer would say', 'Down: layers. Across: places in the text. Each cell is the likeliest token if the model stopped there.');
+  const left = card('The prediction after each layer', 'Down: layers. Across: positions. Each cell is what the model would predict if it stopped after that layer.');
   const right = card('One cell', 'Choose a cell to see its likeliest tokens.');
   const top = el('div', {class: 'cell-top', 'aria-live': 'polite'});
   right.append(top);
   root.append(left, right);
   /** Pieces of positions, asked for when they come into view. @type {Map<number, Answer | null>} */
   let pieces = new Map();
-  let T = 0, layers = 1;
+  let T = 0, layers = 1, opened = 0;
   let at = {layer: -1, position: 0};
   const wide = el('div', {class: 'lens-wide'});
   const scroller = el('div', {class: 'lens-scroll'}, wide);
@@ -25,7 +25,7 @@ export function panel(root, page) {
     hover(x, y) {
       const cell = cellAt(x, y);
       const found = cell && known(cell.layer, cell.position);
-      return found && `After ${quoted(token(cell.position))}, ${layerName(cell.layer)}:\n${quoted(found.token)} at ${percent(found.p)}; ${quoted(found.of)} has rank ${found.rank}`;
+      return found && `${where()} ${place(cell.position)}, ${layerName(cell.layer)}:\n${quoted(found.token)} at ${percent(found.p)}; ${quoted(found.of)} has rank ${found.rank}`;
     },
     click(x, y) {
       const cell = cellAt(x, y);
@@ -34,7 +34,7 @@ export function panel(root, page) {
   });
   left.append(drawn.caption);
   drawn.controls.remove();
-  scroller.before(controls(keptChoice(page.state, 'lens.by', 'p', 'Colour', [['p', 'probability'], ['rank', 'rank of what came']])));
+  scroller.before(controls(keptChoice(page.state, 'lens.by', 'p', 'Colour', [['p', 'probability'], ['rank', 'rank of the actual token']])));
   scroller.addEventListener('scroll', () => {
     tip(null);
     drawn.redraw();
@@ -45,7 +45,7 @@ export function panel(root, page) {
     const piece = pieces.get(Math.floor(position / PIECE));
     if (!piece) return null;
     const i = position % PIECE, at = layer * piece.T + i;
-    return {token: piece.tokens[layer][i], p: piece.arrays.p[at], rank: piece.arrays.rank[at], of: piece.of?.[i] ?? 'what came'};
+    return {token: piece.tokens[layer][i], p: piece.arrays.p[at], rank: piece.arrays.rank[at], of: piece.of?.[i] ?? ''};
   }
   function want(number = 0) {
     if (pieces.has(number)) return;
@@ -57,16 +57,22 @@ export function panel(root, page) {
       [T, layers] = [told.total ?? told.T, told.layers];
       wide.style.width = `${LEFT + WIDE * T + 4}px`;
       drawn.redraw();
-      if (number) return;
+      if (number !== opened) return;
       describe(told);
-      choose({layer: Math.min(page.state.number('lens.layer', layers - 1), layers - 1), position: Math.min(page.state.number('lens.position', told.T - 1), T - 1)});
+      choose({layer: Math.min(page.state.number('lens.layer', layers - 1), layers - 1), position: Math.min(start(), T - 1)});
+      bringIntoView();
     });
   }
+  /** The cell it opens on: the one of the address, else the one whose prediction stands above the panel. */
+  const start = () => page.state.number('lens.position', page.model().head === 'classes' ? 0 : page.reading?.answer.at ?? (page.reading?.[side()]?.tokens.length ?? 1) - 1);
   function cellAt(x = 0, y = 0) {
     const [layer, position] = [Math.floor((y - TOP) / HIGH), Math.floor((x - LEFT + scroller.scrollLeft) / WIDE)];
     return x >= LEFT && layer >= 0 && layer < layers && position >= 0 && position < T ? {layer, position} : null;
   }
   const token = (position = 0) => page.reading?.[side()]?.tokens[position] ?? '';
+  /** A model of classes has one answer for the whole input; an encoder predicts at a token, all others the one after it. */
+  const where = () => (page.model().head === 'classes' ? 'Of' : page.model().shape === 'encoder' ? 'At' : 'After');
+  const place = (position = 0) => (page.model().head === 'classes' ? 'the whole input' : quoted(token(position)));
   const side = () => (page.reading?.target ? 'target' : 'source');
   const layerName = (layer = 0) => (layer === 0 ? 'before the first layer' : layer === layers - 1 ? 'at the end' : `after layer ${layer - 1}`);
 
@@ -84,7 +90,7 @@ export function panel(root, page) {
       const x = LEFT + position * WIDE - shift;
       want(Math.floor(position / PIECE));
       ink.fillStyle = colour('--soft');
-      fit(ink, token(position), x + 6, TOP / 2);
+      fit(ink, page.model().head === 'classes' ? 'all' : token(position), x + 6, TOP / 2);
       for (let layer = 0; layer < layers; layer++) {
         const cell = known(layer, position);
         if (!cell) break;
@@ -107,10 +113,13 @@ export function panel(root, page) {
     const step = ARROWS[key];
     if (!step || !T) return false;
     choose({layer: within(at.layer + step[0], 0, layers - 1), position: within(at.position + step[1], 0, T - 1)});
+    bringIntoView();
+    return true;
+  }
+  function bringIntoView() {
     const x = at.position * WIDE;
     if (x < scroller.scrollLeft) scroller.scrollLeft = x;
     else if (x + WIDE + LEFT > scroller.scrollLeft + scroller.clientWidth) scroller.scrollLeft = x + WIDE + LEFT - scroller.clientWidth;
-    return true;
   }
   /** @param {{layer: number, position: number}} cell */
   function choose(cell) {
@@ -119,12 +128,12 @@ export function panel(root, page) {
     page.focus({side: side(), at: cell.position});
     drawn.redraw();
     void page.load(right, 'cell', 'cell', {run: page.run(), layer: cell.layer, position: cell.position, k: 10}, (told) => {
-      top.replaceChildren(el('h3', {}, `After ${quoted(token(cell.position))}, ${layerName(cell.layer)}`), bars(told.top),
+      top.replaceChildren(el('h3', {}, `${where()} ${place(cell.position)}, ${layerName(cell.layer)}`), bars(told.top),
         note(`${quoted(told.of)} has rank ${told.rank}.`));
     });
   }
-  /** @param {Answer} piece the first */
-  function describe({T: many, tokens, arrays}) {
+  /** @param {Answer} piece the one it opens on */
+  function describe({T: many, first, tokens, arrays}) {
     const last = layers - 1;
     let settled = 0;
     for (let i = 0; i < many; i++) {
@@ -134,13 +143,15 @@ export function panel(root, page) {
     }
     const p = (i = 0) => arrays.p[last * many + i];
     const sure = Array.from({length: many}, (_, i) => i).sort((a, b) => p(b) - p(a));
-    drawn.say(`${layers} readings of ${T} places. On average the last word is already first at reading ${(settled / many).toFixed(1)} of ${last}.`, ['after', 'says at the end', 'p', 'rank of what came'],
-      sure.slice(0, 20).map((i) => [visible(token(i)), visible(tokens[last][i]), percent(p(i)), arrays.rank[last * many + i]]));
+    drawn.say(`${layers - 1} layers, ${T} positions. The final prediction is first from layer ${(settled / many).toFixed(1)} of ${last} on, on average${many < T ? ` of the ${many} positions loaded first` : ''}.`,
+      [where().toLowerCase(), 'final prediction', 'p', 'rank of the actual token'],
+      sure.slice(0, 20).map((i) => [place(first + i), visible(tokens[last][i]), percent(p(i)), arrays.rank[last * many + i]]));
   }
   page.state.subscribe(['lens.by'], drawn.redraw, left);
   return () => {
     pieces = new Map();
-    want(0);
+    opened = Math.floor(start() / PIECE);
+    want(opened);
   };
 }
 

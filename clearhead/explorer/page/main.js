@@ -2,7 +2,7 @@
 
 import {ask, isOld} from './ask.js';
 import {makeState, readChanges} from './state.js';
-import {button, complain, dark, el, note, repaint, tip} from './draw.js';
+import {button, complain, dark, el, note, quoted, repaint, tip} from './draw.js';
 import {makeStrip} from './tokens.js';
 import {startWalk} from './walk.js';
 import * as heads from './heads.js';
@@ -21,7 +21,7 @@ const PANELS = [
   {id: 'lens', name: 'Lens', reads: true, can: ({lens}) => lens, ...lens},
   {id: 'flow', name: 'Flow', reads: true, can: ({flow}) => flow !== false, ...flow},
   {id: 'intervene', name: 'Intervene', reads: true, early: true, ...intervene},
-  {id: 'generate', name: 'Generate', can: ({generate, translate}) => generate || translate, ...generate},
+  {id: 'generate', name: 'Generate', changed: true, can: ({generate, translate}) => generate || translate, ...generate},
   {id: 'positions', name: 'Positions', ...positions},
   {id: 'sandbox', name: 'Sandbox', ...sandbox},
   {id: 'geometry', name: 'Geometry', can: ({geometry}) => geometry, ...geometry},
@@ -57,11 +57,14 @@ const page = {
       const answer = await ask(name, params, lane);
       if (!box.isConnected) return;
       complain(box, null);
+      // What belongs to an earlier request is not seen under an error.
+      box.classList.remove('failed');
       show(answer);
     } catch (error) {
       // Something newer is on its way; the box stays busy until that arrives.
       if (isOld(error)) return;
       complain(box, error);
+      box.classList.add('failed');
     }
     box.removeAttribute('aria-busy');
   },
@@ -96,10 +99,34 @@ function header() {
   }}, ...tabs);
   const theme = button('', () => state.set({theme: dark ? 'light' : 'dark'}), 'quiet');
   theme.id = 'theme';
+  const link = button('Copy link', () => void copyLink(link), 'quiet');
   place('top').replaceChildren(button('Skip to the panel', () => root.focus(), 'skip'),
     el('div', {class: 'bar-top'}, el('h1', {}, 'clearhead'), select,
-      button('Show me around', () => startWalk(page), 'quiet'), theme),
+      button('Show me around', () => startWalk(page), 'quiet'), link, theme),
     list);
+}
+
+/** @param {HTMLElement} control */
+async function copyLink(control) {
+  state.flush();
+  const done = await navigator.clipboard?.writeText(location.href).then(() => true, () => false);
+  control.textContent = done ? 'Copied' : 'Not allowed here: copy the address';
+  setTimeout(() => (control.textContent = 'Copy link'), 2000);
+}
+
+/** On every panel: that heads are changed, and whether this panel shows it. */
+function tellChanges() {
+  const many = readChanges(state.get('changes')).length;
+  const box = place('changed');
+  box.hidden = !many;
+  const shows = open && (open.kind.reads || open.kind.changed);
+  box.replaceChildren(el('span', {class: 'badge'}, many === 1 ? '1 head changed' : `${many} heads changed`),
+    note(shows ? '' : 'This panel shows the model without the change.'), button('Undo all', () => state.set({changes: null}), 'quiet'));
+}
+
+/** A panel that looks at the run is hidden while there is none: its pictures belong to an earlier one. */
+function showPanel() {
+  root.hidden = Boolean(open?.kind.reads) && runBox.classList.contains('failed');
 }
 
 /** Theme: what was chosen, else what the system says. */
@@ -130,6 +157,8 @@ function openPanel() {
   root.setAttribute('aria-labelledby', `tab-${kind.id}`);
   runBox.hidden = !kind.reads;
   open = {kind, update: kind.panel(root, page)};
+  showPanel();
+  tellChanges();
   if (page.reading || !kind.reads) open.update();
 }
 
@@ -141,8 +170,9 @@ function read() {
   return page.load(runBox, 'read', 'read', {run: page.run()}, (answer) => {
     page.reading = /** @type {Reading} */ (answer);
     strip?.update();
+    showPanel();
     open?.update();
-  });
+  }).then(showPanel);
 }
 
 function changeModel() {
@@ -152,6 +182,9 @@ function changeModel() {
   paintTheme();
   strip = makeStrip(runBox, page);
   openPanel();
+  const named = state.get('model');
+  complain(place('top'), named && named !== page.model().name
+    ? `There is no model ${quoted(named)} here. This is ${quoted(page.model().name)}; the list above has all of them.` : null);
 }
 
 async function begin() {
@@ -165,6 +198,7 @@ async function begin() {
     state.subscribe(['theme'], paintTheme);
     state.subscribe(['model'], changeModel);
     state.subscribe(['panel'], openPanel);
+    state.subscribe(['changes'], tellChanges);
     state.subscribe(RUN_KEYS, () => void read());
     void read();
   });

@@ -68,8 +68,10 @@ export function makeMap(root, page, label = '') {
     const [down, across] = [view.r1 - view.r0, view.c1 - view.c0];
     plot.x = within(18 + 7.5 * longest('rows', view.r0, view.r1), 40, width < 420 ? 62 : 92);
     plot.y = across > 60 ? 30 : 21 + Math.min(longest('cols', view.c0, view.c1), 11) * 5.5;
-    // Where the map begins high on the page, all of it is to be seen at once.
-    const most = within(innerHeight - drawn.canvas.getBoundingClientRect().top - scrollY - plot.y - 58, 360, 680);
+    // Where the map begins high on the page, all of it is to be seen at once. The card may stick to the window; its panel does not.
+    const top = (/** @type {Element | null} */ node) => node?.getBoundingClientRect().top ?? 0;
+    const begins = top(root.parentElement) + scrollY + top(drawn.canvas) - top(root);
+    const most = within(innerHeight - begins - plot.y - 58, 360, 680);
     plot.w = Math.min(width - plot.x - 10, across * LARGEST_CELL, most * Math.max(1, Math.min(1.4, across / down)));
     plot.h = Math.max(Math.min(most, down * 20), Math.min(down * (plot.w / across), plot.w * 1.2, down * LARGEST_CELL, most));
   }

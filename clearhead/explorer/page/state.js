@@ -1,9 +1,13 @@
 /** The state of a view lives in the address, so that a view is shared by sharing the address. */
 
+/** What the browser's Back button undoes. */
+const STEPS = ['panel', 'model', 'site', 'head'];
+
 /** @returns {State} */
 export function makeState() {
   const start = window.CLEARHEAD_START?.state ?? {};
-  const values = new Map(Object.entries(start));
+  /** @type {Map<string, string>} */
+  const values = new Map();
   /** @type {Set<{keys: string[], hear: () => void, node?: Node}>} */
   const hearers = new Set();
   let timer = 0;
@@ -17,24 +21,20 @@ export function makeState() {
   function readFragment() {
     const told = new URLSearchParams(location.hash.slice(1));
     told.delete('key');
-    if (![...told.keys()].length) return;
     values.clear();
-    for (const [key, value] of told) values.set(key, value);
+    for (const [key, value] of told.size ? told : Object.entries(start)) values.set(key, value);
   }
-  function fragment() {
-    return '#' + new URLSearchParams([...values].sort(([a], [b]) => (a < b ? -1 : 1)));
-  }
-  // Browsers refuse more than some 200 changes of the address in half a minute, and a slider makes more.
-  function write() {
+  const fragment = (of = values) => '#' + new URLSearchParams([...of].sort(([a], [b]) => (a < b ? -1 : 1)));
+  /** @param {'replaceState' | 'pushState'} how */
+  function put(how, address = '') {
     clearTimeout(timer);
-    timer = window.setTimeout(() => {
-      try {
-        if (location.hash !== fragment()) history.replaceState(null, '', fragment());
-      } catch {
-        // A notebook's frame has no address of its own; its view simply is not shared.
-      }
-    }, 200);
+    try {
+      if (location.hash !== address) history[how](null, '', address);
+    } catch {
+      // A notebook's frame has no address of its own; its view simply is not shared.
+    }
   }
+  const flush = () => put('replaceState', fragment());
   /** @param {string[]} keys */
   function tell(keys) {
     for (const hearer of [...hearers]) {
@@ -56,9 +56,17 @@ export function makeState() {
       }
       const changed = Object.keys(news).filter((key) => values.get(key) !== before.get(key));
       if (!changed.length) return;
-      write();
+      if (STEPS.some((key) => changed.includes(key))) {
+        put('replaceState', fragment(before));
+        put('pushState', fragment());
+      } else {
+        // Browsers refuse more than some 200 changes of the address in half a minute, and a slider makes more.
+        clearTimeout(timer);
+        timer = window.setTimeout(flush, 200);
+      }
       tell(changed);
     },
+    flush,
     subscribe: (keys, hear, node) => void hearers.add({keys, hear, node}),
   };
 }

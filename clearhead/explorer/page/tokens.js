@@ -4,7 +4,7 @@ import {upload} from './ask.js';
 import {ARROWS, bars, bitmap, colour, complain, el, extent, figure, inkOn, note, percent, quoted, ring, rove, row, shadeOf, textField, visible, watch} from './draw.js';
 
 const SLICE = 250;
-const TITLES = {next: 'The next token', classes: 'The class', mask: 'At the masked place', translation: 'The model writes', states: 'States only'};
+const TITLES = {next: 'The next token', classes: 'The class', mask: 'At the mask', token: 'No token is masked', translation: 'The model writes', states: 'States only'};
 
 /** @param {Box} root @param {Page} page */
 export function makeStrip(root, page) {
@@ -38,13 +38,14 @@ export function makeStrip(root, page) {
 }
 
 /** @param {Box} root @param {Reading} reading */
-function showAnswer(root, {answer, plain, target_text, note: more}) {
+function showAnswer(root, {answer, plain, source, target_text, note: more}) {
   const text = answer.text ?? (answer.kind === 'translation' ? target_text : null);
   const first = plain?.top[0];
   const words = first && `Unchanged, it was ${quoted(first.token ?? first.label ?? '')} at ${percent(first.p)}.`;
   root.replaceChildren(...el('div', {}, el('h2', {}, TITLES[answer.kind]), text && el('p', {class: 'said'}, el('bdi', {}, text)),
       plain?.text && plain.text !== text && el('p', {class: 'was'}, 'Unchanged: ', el('bdi', {}, plain.text)),
-      answer.kind === 'states' && !text && note('This model has no head on top: it gives a state for each token.'),
+      answer.words && note(answer.words),
+      answer.kind === 'token' && note(`Predicted at the last token, ${quoted(source.tokens[answer.at ?? 0])}, which the model can see.`),
       answer.kind === 'translation' && note('and next:'), answer.top.length && bars(answer.top.slice(0, 4), plain?.top), words && !plain?.text && el('p', {class: 'was'}, words), more && note(more)).childNodes);
 }
 

@@ -22,10 +22,12 @@ interface Answer {
 
 interface Side { tokens: string[]; ids: number[]; kind: 'tokens' | 'patches' | 'frames'; grid?: [number, number]; special: number[] }
 interface Guess { token?: string; label?: string; id: number; p: number }
-interface Result { kind: 'next' | 'classes' | 'mask' | 'translation' | 'states'; top: Guess[]; text?: string }
+interface Result { kind: 'next' | 'classes' | 'mask' | 'token' | 'translation' | 'states'; top: Guess[]; text?: string; words?: string; at?: number }
 /** The answer to `read`: what the model was given, in tokens, and what it says. */
 interface Reading extends Answer {
   source: Side; target: Side | null; target_text: string | null; truncated: boolean; answer: Result; plain: Result | null;
+  /** Of a model without a head: the cosines of its changed states with those before, and of their means. */
+  moved: {mean: number | null; tokens: number[]} | null;
 }
 
 /** Everything a view is made of, kept in the address so that a view can be shared. */
@@ -34,6 +36,8 @@ interface State {
   number(key: string, otherwise: number): number;
   /** Null removes a key. Subscribers of a changed key hear of it at once. */
   set(values: {[key: string]: string | number | null}): void;
+  /** Write the address now. */
+  flush(): void;
   /** It ends when the node leaves the page. */
   subscribe(keys: string[], hear: () => void, node?: Node): void;
 }
@@ -78,6 +82,8 @@ interface PanelKind {
   reads?: boolean;
   /** True: it has something to show before `page.reading` is here, and is told of a new run by `update(true)`. */
   early?: boolean;
+  /** True: it shows the model with the run's changes though it does not read the run. */
+  changed?: boolean;
   /** Whether a model that can these things has the panel; every model without it. */
   can?(can: Model['can']): boolean;
   panel(root: HTMLElement, page: Page): Update;
@@ -139,7 +145,7 @@ interface Tile {
 interface Choice { id: number; token: string; p_raw: number; p_final: number; removed_by: string | null }
 /** A branch of beam search as it is told, and where it stands in the tree. */
 interface Branch { token: string; parent: number; score: number | null; why?: string; wins?: boolean }
-interface Leaf extends Branch { step: number; fate: 'goes on' | 'ends' | 'dies'; before: Leaf | null; x: number; y: number }
+interface Leaf extends Branch { step: number; fate: 'kept' | 'finished' | 'dropped'; before: Leaf | null; x: number; y: number }
 interface Positions { name: string; is_model: boolean; words: string }
 type Matrix = number[][];
 interface Hand { q: Matrix; k: Matrix; v: Matrix }

@@ -1,0 +1,102 @@
+"""Cause and effect are on one screen: maps, tabs, taps, the Back button, colours that the system forces."""
+
+from __future__ import annotations
+
+import pytest
+from playwright.sync_api import Locator
+
+from tests.browser.conftest import Open
+from tests.browser.opened import Opened
+
+SIZES = [(1440, 900), (390, 844)]
+
+
+def share_in_view(one: Opened, node: Locator) -> float:
+    return node.evaluate(
+        """node => {
+          const {top, bottom, height} = node.getBoundingClientRect();
+          return (Math.min(bottom, innerHeight) - Math.max(top, 0)) / height;
+        }"""
+    )
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+@pytest.mark.parametrize("layer", [0, 15, 29])
+def test_a_chosen_head_is_seen_at_once(open_page: Open, width: int, height: int, layer: int) -> None:
+    one = open_page(model="deep", text="the cat sat on the mat", width=width, height=height)
+    one.panel.locator("[role=gridcell].here").nth(layer * 8 + 3).click()
+    one.settle()
+    assert one.panel.get_by_role("heading", name=f"Layer {layer}, head 3").count() == 1
+    assert share_in_view(one, one.panel.get_by_label("Attention map").first) >= 0.8
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_the_answer_is_seen_when_a_head_is_changed(open_page: Open, width: int, height: int) -> None:
+    one = open_page(model="deep", panel="intervene", text="the cat sat on the mat", width=width, height=height)
+    one.panel.locator("[role=gridcell].here").nth(29 * 8).click()
+    one.settle()
+    assert share_in_view(one, one.panel.locator(".before-after h3").first) == 1
+
+
+def test_no_tab_is_hidden(open_page: Open) -> None:
+    for width, height in SIZES:
+        one = open_page(model="gpt", width=width, height=height)
+        one.page.locator("select[aria-label=Model] option").first.evaluate("one => (one.textContent = 'a'.repeat(90))")
+        for tab in one.page.locator("[role=tab]").all():
+            box = tab.bounding_box()
+            assert box is not None
+            assert box["x"] >= 0
+            assert box["x"] + box["width"] <= width, tab.inner_text()
+
+
+def test_a_tap_reads_the_map(open_page: Open) -> None:
+    one = open_page(model="gpt", text="the cat sat", width=390, height=844)
+    canvas = one.panel.get_by_label("Attention map").first
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    assert box is not None
+    canvas.dispatch_event(
+        "pointerdown",
+        {
+            "pointerType": "touch",
+            "bubbles": True,
+            "clientX": box["x"] + 0.6 * box["width"],
+            "clientY": box["y"] + 0.7 * box["height"],
+        },
+    )
+    canvas.dispatch_event("pointerleave", {"pointerType": "touch"})
+    assert "\u2192" in one.panel.locator(".readout").inner_text(), "what was tapped stays to be read"
+
+
+def test_back_goes_back(open_page: Open) -> None:
+    one = open_page(model="gpt", text="the cat sat")
+    one.tab("lens")
+    one.tab("cost")
+    one.page.go_back()
+    one.settle()
+    assert one.page.locator("#tab-lens").get_attribute("aria-selected") == "true"
+    one.page.go_back()
+    one.settle()
+    assert one.page.locator("#tab-heads").get_attribute("aria-selected") == "true"
+    assert one.page.get_by_label("Text", exact=True).input_value() == "the cat sat"
+
+
+def test_bars_stay_in_forced_colours(open_page: Open) -> None:
+    one = open_page(model="gpt", text="the cat sat")
+    one.page.emulate_media(forced_colors="active")
+    images = one.page.locator(".answer .bar").evaluate_all(
+        "all => all.map(bar => getComputedStyle(bar).backgroundImage)"
+    )
+    assert images
+    assert all("gradient" in image for image in images)
+
+
+def test_a_sweep_can_be_stopped(open_page: Open) -> None:
+    one = open_page(model="deep", panel="intervene", text="the cat sat on the mat")
+    one.panel.get_by_role("button", name="Try every head").click()
+    one.panel.get_by_role("button", name="Stop", exact=True).click()
+    one.settle()
+    asked = len(one.asked)
+    one.page.wait_for_timeout(500)
+    assert len(one.asked) <= asked + 1
+    assert one.panel.get_by_role("button", name="Try every head").is_visible()
