@@ -17,6 +17,7 @@ from clearhead.cli import (
     cost,
     demo,
     doctor,
+    draw,
     embed,
     evaluate,
     explore,
@@ -47,6 +48,7 @@ app.command("embed")(embed.run)
 app.command("classify")(classify.run)
 app.command("transcribe")(transcribe.run)
 app.command("cost")(cost.run)
+app.command("draw")(draw.run)
 app.command("explore")(explore.run)
 app.command("serve")(serve.run)
 app.command("doctor")(doctor.run)

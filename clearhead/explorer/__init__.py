@@ -7,6 +7,7 @@ explorer.py             Explorer: from a request's name to its answer
 fields.py               a request's fields, each checked when it is read
 model_inputs.py         texts, pictures and sounds as a model's inputs; samples.py makes some to start with
 forward_passes.py       forward passes with queries and keys kept, and the last few of them
+diagram.py              the model drawn from its config, for the page and for `clearhead draw`
 output_panel.py         read: the tokens, and the model's output
 heads_panel.py          grid, map, row
 flow_panel.py           flow

@@ -24,6 +24,7 @@ from clearhead.explorer import (
     output_panel,
     positions_panel,
 )
+from clearhead.explorer.diagram import draw_model, parts_of
 from clearhead.explorer.fields import Fields
 from clearhead.explorer.forward_passes import ForwardPasses
 from clearhead.explorer.model_inputs import Inputs
@@ -38,7 +39,17 @@ from clearhead.version import __version__
 Work = Generator[None, None, bytes]  # a long computation in steps; it returns the answer
 Answer = Callable[[ForwardPasses, Fields], bytes | Work]
 
+
+def diagram(passes: ForwardPasses, fields: Fields) -> bytes:
+    """The drawing of the model, and its parts."""
+    config = passes.model.config
+    parts = [part for stack in parts_of(config).values() for part in stack]
+    shown = [{"stack": part.stack, "name": part.name, "words": part.words, "params": part.params} for part in parts]
+    return pack({"svg": draw_model(config, style=False), "parts": shown, "total": sum(part.params for part in parts)})
+
+
 ANSWERS: dict[str, Answer] = {
+    "diagram": diagram,
     "read": output_panel.read,
     "grid": heads_panel.grid,
     "map": heads_panel.head_map,

@@ -110,6 +110,7 @@ def _interest(score: dict[str, Any]) -> float:
 def _panel_requests(model_info: dict[str, Any], run: dict[str, Any]) -> Iterator[PageRequest]:
     """The requests of each panel when it is opened."""
     model = {"model": run["model"]}
+    yield "diagram", model
     yield "positions", {**model, "length": 64}
     yield "geometry", model
     yield "pca", {**model, "n": 2000}

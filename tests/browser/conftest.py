@@ -45,6 +45,8 @@ def open_page(chromium: Browser, address: str) -> Generator[Open]:
     opened: list[Opened] = []
 
     def open_one(at: str | None = None, *, script: str = "", **state: str | int) -> Opened:
+        if at is None:
+            state.setdefault("panel", "heads")  # of a panel of its own each test says which
         theme = state.pop("system", "light")
         width, height = int(state.pop("width", 1280)), int(state.pop("height", 900))
         context = chromium.new_context(

@@ -38,8 +38,8 @@ def serious(one: Opened) -> list[str]:
 @pytest.mark.parametrize(
     ("model", "theme", "panels"),
     [
-        ("gpt", "light", "heads lens flow intervene generate positions sandbox geometry cost"),
-        ("gpt", "dark", "heads lens flow intervene generate positions sandbox geometry cost"),
+        ("gpt", "light", "model heads lens flow intervene generate positions sandbox geometry cost"),
+        ("gpt", "dark", "model heads lens flow intervene generate positions sandbox geometry cost"),
         ("translator", "light", "heads intervene generate"),
         ("digits", "dark", "heads lens"),
     ],

@@ -13,7 +13,7 @@ from clearhead.explorer import export_page, tokenizer_of
 from clearhead.explorer.notebook import show_seen
 from tests.browser.conftest import Open
 
-PANELS = ["heads", "lens", "flow", "generate", "positions", "sandbox", "geometry", "cost"]
+PANELS = ["model", "heads", "lens", "flow", "generate", "positions", "sandbox", "geometry", "cost"]
 
 
 @pytest.mark.slow

@@ -17,11 +17,11 @@ from tests.browser.opened import Opened
 
 HEADS_OF_LAYER = 4
 TABS = {
-    "gpt": "heads lens flow intervene generate positions sandbox geometry cost",
-    "classes": "heads lens flow intervene positions sandbox geometry cost",
-    "masked": "heads lens flow intervene positions sandbox geometry cost",
-    "translator": "heads lens flow intervene generate positions sandbox geometry cost",
-    "digits": "heads lens flow intervene positions sandbox cost",
+    "gpt": "model heads lens flow intervene generate positions sandbox geometry cost",
+    "classes": "model heads lens flow intervene positions sandbox geometry cost",
+    "masked": "model heads lens flow intervene positions sandbox geometry cost",
+    "translator": "model heads lens flow intervene generate positions sandbox geometry cost",
+    "digits": "model heads lens flow intervene positions sandbox cost",
 }
 CASES = [(model, panel) for model, panels in TABS.items() for panel in panels.split()]
 
@@ -248,7 +248,30 @@ def use_cost(one: Opened, place: Path, model: str) -> None:
         assert one.colours(canvas) > 3
 
 
+def use_model(one: Opened, place: Path, model: str) -> None:
+    """Every part opens its panel, by click and by keyboard, and the parameters are the model's."""
+    parts = one.panel.locator(".diagram [role=link]")
+    n_params = sum(weight.numel() for weight in ch.load(place).parameters())
+    one.panel.get_by_text("As a table").click()
+    counts = one.panel.locator("table tbody td:last-child").all_inner_texts()
+    assert sum(int(each.replace(",", "")) for each in counts) == n_params
+    assert parts.count() == len(counts)
+    for kind, heading in (("attention", "Every head"), ("feed-forward", "What if?")):
+        one.tab("model")
+        parts.filter(has_text=kind).last.focus()
+        one.page.keyboard.press("Enter")
+        one.settle()
+        assert one.panel.get_by_role("heading", name=heading).count() == 1
+    one.tab("model")
+    wanted = {"translator": ("cross-attention", "cross")}.get(model, ("attention", "attention"))
+    parts.filter(has_text=wanted[0]).first.click()
+    one.settle()
+    assert one.state()["attention"] == wanted[1]
+    one.tab("model")
+
+
 USES: dict[str, Callable[[Opened, Path, str], None]] = {
+    "model": use_model,
     "heads": use_heads,
     "lens": use_lens,
     "flow": use_flow,

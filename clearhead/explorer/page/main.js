@@ -5,6 +5,7 @@ import {makeState, readChanges} from './state.js';
 import {button, complain, dark, el, note, quoted, repaint, tip} from './draw.js';
 import {makeStrip} from './tokens.js';
 import {startWalk} from './walk.js';
+import * as model from './model.js';
 import * as heads from './heads.js';
 import * as lens from './lens.js';
 import * as flow from './flow.js';
@@ -17,6 +18,7 @@ import * as generate from './generate.js';
 
 /** @type {PanelKind[]} */
 const PANELS = [
+  {id: 'model', name: 'Model', reads: true, ...model},
   {id: 'heads', name: 'Attention', reads: true, early: true, ...heads},
   {id: 'lens', name: 'Lens', reads: true, can: ({lens}) => lens, ...lens},
   {id: 'flow', name: 'Flow', reads: true, can: ({flow}) => flow !== false, ...flow},

@@ -1,15 +1,16 @@
-/** A short walk for newcomers: six places, one sentence or two at each. */
+/** A short walk for newcomers: seven places, one sentence or two at each. */
 
 import {button, el} from './draw.js';
 
 /** @type {{panel: string, at: string, title: string, words: string}[]} */
 const STEPS = [
-  {panel: 'heads', at: '.given', title: 'What the model reads', words: 'The input, cut into tokens. Change it and all below follows. Point at a token to see where a head looks from there.'},
-  {panel: 'heads', at: '.answer', title: 'What it answers', words: 'The likeliest answers. What you change later shows here.'},
-  {panel: 'heads', at: '.all', title: 'Every head at once', words: 'Each small picture is one attention head. A diagonal looks at the token before; a bright first column rests on the first token.'},
-  {panel: 'heads', at: '.one', title: 'One head, large', words: 'A row looks, a column is looked at. Point to read a weight; click, then use the wheel or + and − to come closer, and drag to move.'},
-  {panel: 'lens', at: '#panel .card', title: 'Layer by layer', words: 'The lens reads the state after each layer as if it were the last. Often the answer appears midway and only grows surer.'},
-  {panel: 'intervene', at: '#panel .card', title: 'What really matters', words: 'A picture is not an explanation. Set a head to zero and see if the answer cares; “Try every head” tries them all.'},
+  {panel: 'model', at: '#panel .card', title: 'The model', words: 'Every part of it, with its parameters. The input enters below, the prediction leaves above. Each part is a link to what it computes.'},
+  {panel: 'heads', at: '.given', title: 'What the model reads', words: 'The input, cut into tokens. Change the text, and everything below follows. Point at a token to see which tokens a head attends to from there.'},
+  {panel: 'heads', at: '.answer', title: 'What it predicts', words: 'The most likely predictions. When you change heads later, the effect shows here.'},
+  {panel: 'heads', at: '.all', title: 'Every head at once', words: 'Each small picture is one attention head. A diagonal: it attends to the token before. A bright first column: it attends to the first token.'},
+  {panel: 'heads', at: '.one', title: 'One head, large', words: 'A row is a token that attends, a column a token it attends to. Point at a cell to read its weight. Click, then zoom with the wheel or + and −, and drag to move.'},
+  {panel: 'lens', at: '#panel .card', title: 'Layer by layer', words: 'The lens applies the model’s head after each layer, as if it were the last. Often the prediction appears midway and then grows more certain.'},
+  {panel: 'intervene', at: '#panel .card', title: 'What really matters', words: 'A picture is not an explanation. Set a head to zero and see whether the prediction changes. “Try every head” does this for all of them.'},
 ];
 
 /** @param {Page} page */
