@@ -169,7 +169,8 @@ def draw_model(config: Config, *, style: bool = True) -> str:
         (x, y), (to_x, to_y) = columns[0].top, columns[1].cross
         drawn.insert(0, f'<path class="spine" d="M{x} {y}H{COLUMN - 2}V{to_y}H{to_x}"/>')
     size = f'viewBox="0 0 {COLUMN * len(columns)} {height}" width="{COLUMN * len(columns)}" height="{height}"'
-    open_tag = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="group" aria-label="The model, part by part">'
+    kind = "pair" if len(columns) == 2 else "single"
+    open_tag = f'<svg xmlns="http://www.w3.org/2000/svg" class="{kind}" {size} role="group" aria-label="The model, part by part">'
     return "\n".join([open_tag, *([STYLE] if style else []), *drawn, "</svg>"])
 
 

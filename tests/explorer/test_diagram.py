@@ -71,4 +71,4 @@ def test_draw_command(tmp_path: Path) -> None:
     assert sum(row["parameters"] for row in json.loads(ran.output)) == 124_439_808
     ran = CliRunner().invoke(app, ["draw", "gtp2"])
     assert ran.exit_code == 1
-    assert "gpt2" in ran.output
+    assert "gpt2" in str(ran.exception)
