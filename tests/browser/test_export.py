@@ -38,11 +38,25 @@ def test_an_exported_page_needs_nothing(open_page: Open, places: dict[str, Path]
         one.settle()
         assert one.errors == []
         assert one.colours(one.panel.get_by_label("Attention map").first) > 3
-    # The page says what it does not hold.
-    if name != "digits":
-        one.page.locator(".given textarea").first.fill("something else")
-        one.page.locator(".error").first.wait_for()
-        assert re.search("clearhead explore", one.errors[0])
+    # What it does not hold can not be asked for, and a reload shows the same.
+    assert one.page.locator(".given textarea:not([readonly]), .given input:enabled, .given select:enabled").count() == 0
+    for panel, controls in (
+        ("generate", ".knobs input, .sampling button, .chances button"),
+        ("cost", ".knobs input, button"),
+    ):
+        if panel in tabs:
+            one.tab(panel)
+            shown = one.panel.locator(controls)
+            assert shown.count() > 0 or panel == "generate"
+            assert [
+                each for each in shown.all() if each.is_enabled() and each.inner_text() != "Back to the model as it is"
+            ] == []
+    one.tab("intervene")
+    one.panel.locator("[role=gridcell]").first.click()
+    assert re.search("clearhead explore", one.errors[0])
+    one.page.reload()
+    one.page.wait_for_selector("[role=gridcell].here")
+    assert one.errors == []
 
 
 def test_a_notebooks_frame(open_page: Open, places: dict[str, Path], tmp_path: Path) -> None:

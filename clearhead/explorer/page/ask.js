@@ -52,6 +52,9 @@ export async function ask(name, params, lane) {
   return answer;
 }
 
+/** Whether there is an answer: always from a server, in an exported page where it holds it. @param {string} name @param {Params} params */
+export const has = (name, params) => !window.CLEARHEAD_ANSWERS || canonical(name, params) in window.CLEARHEAD_ANSWERS;
+
 /** Whether a request only made way for a newer one. @param {unknown} error */
 export const isOld = (error) => error instanceof DOMException && error.name === 'AbortError';
 

@@ -1,5 +1,5 @@
 /** What a model costs over the length of its text: forecast, measured here, and what if it were larger. */
-import {button, card, chart, choice, el, row, short, slider} from './draw.js';
+import {button, card, chart, choice, el, liveOnly, row, short, slider} from './draw.js';
 
 /** Figures with their names. @param {Box} box @param {[string, string][]} told */
 export function showStats(box, told) {
@@ -31,7 +31,7 @@ export function panel(root, page) {
   });
   const box = card('What if?', 'Nothing is built: the forecast counts every multiplication and every byte.', controls, row(own), stats);
   const work = card('Operations', 'Attention grows with the square of the length, all else with the length.');
-  const gauge = button('Measure here', measure);
+  const gauge = liveOnly(button('Measure here', measure));
   // A model of pictures has one length only.
   const clock = card('Time on this machine', '', inputs === 'patches' ? null : row(gauge, el('span', {class: 'note'}, 'Runs the model at a few short lengths.')));
   const memory = card('Memory');
@@ -51,6 +51,7 @@ export function panel(root, page) {
       slider('Batch', [0, 8], Math.log2(get('batch')), (log) => put('batch')(2 ** log), (log = 0) => String(2 ** log)),
       choice('Precision', [['fp32', 'float32'], ['bf16', 'bfloat16'], 'int8', 'int4'], state.get('cost.precision', now.precision), put('precision')),
       choice('Doing', modes.slice(0, shape === 'encoder' ? 2 : 3), state.get('cost.mode', now.mode), put('mode')));
+    liveOnly(controls);
   }
   function update() {
     /** @type {Params} */

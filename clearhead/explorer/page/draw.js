@@ -408,6 +408,17 @@ export function barOf(token = '', p = 0, lengths) {
   return [el('bdi', {class: 'token'}, visible(token)), bar, el('b', {}, percent(p))];
 }
 
+/** In an exported page, which holds the answers for one text: controls that ask for more are switched off. @template {Box} T @param {T} box @returns {T} */
+export function liveOnly(box) {
+  if (!window.CLEARHEAD_ANSWERS) return box;
+  for (const node of [box, ...box.querySelectorAll('*')]) {
+    if (node instanceof HTMLTextAreaElement) node.readOnly = true;
+    else if (node instanceof HTMLInputElement || node instanceof HTMLButtonElement || node instanceof HTMLSelectElement) node.disabled = true;
+  }
+  box.title = 'Not in this exported page: run clearhead explore';
+  return box;
+}
+
 /** Show (or clear, with null) an error in a panel's own place, in words. @param {Box} box @param {unknown} error */
 export function complain(box, error) {
   box.querySelector(':scope > .error')?.remove();

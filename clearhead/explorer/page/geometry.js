@@ -1,6 +1,7 @@
 /** Geometry: the angles between a model's tokens beside those of random directions, nearest tokens, and a flat view. */
+import {has} from './ask.js';
 import {showStats} from './cost.js';
-import {ARROWS, axis, bars, card, chart, colour, el, figure, font, note, quoted, ring, short, visible} from './draw.js';
+import {ARROWS, axis, bars, card, chart, colour, el, figure, font, liveOnly, note, quoted, ring, short, visible} from './draw.js';
 
 /** @type {PanelKind['panel']} */
 export function panel(root, page) {
@@ -12,11 +13,12 @@ export function panel(root, page) {
   angles.append(bounds);
   const input = el('input', {type: 'search', id: 'geometry-word', autocomplete: 'off', dir: 'auto'});
   const list = el('div', {class: 'stack'});
-  const pick = (token = '') => state.set({'geometry.word': token});
-  const near = card('Nearest tokens', '', el('form', {class: 'row', onsubmit: (event) => {
+  const known = (token = '') => has('neighbours', {model, token, k: 12});
+  const pick = (token = '') => known(token) && state.set({'geometry.word': token});
+  const near = card('Nearest tokens', '', liveOnly(el('form', {class: 'row', onsubmit: (event) => {
     event.preventDefault();
     pick(input.value);
-  }}, el('label', {for: 'geometry-word', class: 'note'}, 'Token'), input, el('button', {type: 'submit'}, 'Find')), list);
+  }}, el('label', {for: 'geometry-word', class: 'note'}, 'Token'), input, el('button', {type: 'submit'}, 'Find'))), list);
   const flat = card('A flat view', 'The two directions in which tokens differ most (PCA). Near here need not be near in all dimensions.');
   const word = el('p', {class: 'readout', role: 'status'});
   root.append(angles, el('div', {class: 'columns'}, near, flat));
@@ -101,7 +103,7 @@ export function panel(root, page) {
       const found = answer.near;
       const made = bars(found.map((one) => ({...one, p: Math.max(0, one.cosine)})));
       [...made.children].forEach((row, i) => {
-        row.firstElementChild?.replaceChildren(el('button', {type: 'button', class: 'link', onclick: () => pick(found[i].token)}, visible(found[i].token)));
+        row.firstElementChild?.replaceChildren(el('button', {type: 'button', class: 'link', disabled: !known(found[i].token), onclick: () => pick(found[i].token)}, visible(found[i].token)));
         row.lastElementChild?.replaceChildren(found[i].cosine.toFixed(2));
       });
       list.replaceChildren(note(`Nearest to ${quoted(token)} by cosine:`), made);

@@ -1,6 +1,6 @@
 /** Interventions: replace a head's output by zeros, by its mean or by its output on another text; or remove each head in turn. */
 
-import {bars, button, card, complain, controls, el, keptChoice, note, percent, quoted, row, short, tableBox, textField} from './draw.js';
+import {bars, button, card, complain, controls, el, keptChoice, liveOnly, note, percent, quoted, row, short, tableBox, textField} from './draw.js';
 import {attentionChoice, attentionOf, eachLayer, layerOf, makeGrid} from './grid.js';
 import {readChanges, writeChanges} from './state.js';
 import {samplesOf} from './tokens.js';
@@ -19,7 +19,7 @@ export function panel(root, page) {
   /** @param {Change[]} changes */
   const put = (changes) => state.set({changes: writeChanges(changes) || null});
   const other = otherField(page);
-  left.append(controls(attentionChoice(page), keptChoice(state, 'how', 'zero', 'Set to', Object.entries(HOWS))), other);
+  left.append(controls(attentionChoice(page), liveOnly(keptChoice(state, 'how', 'zero', 'Set to', Object.entries(HOWS)))), liveOnly(other));
 
   /** @type {Map<string, Effect>} effects by site and head */
   let effects = new Map();
@@ -27,6 +27,7 @@ export function panel(root, page) {
   const grid = makeGrid(left, page, {
     label: 'Heads to change', sorts: false, filled: paint,
     pick({site, head}) {
+      if (window.CLEARHEAD_ANSWERS) return complain(left, 'Not in this exported page: run clearhead explore to change heads.');
       if (how() === 'patch' && !state.get('second').trim()) {
         complain(left, 'Write the other text first. The head gets its output on that text.');
         return other.querySelector('textarea')?.focus();

@@ -1,5 +1,5 @@
 /** How a model knows the order of its tokens: each kind drawn, and how like two places are at each distance. */
-import {bitmap, card, chart, colour, controls, el, extent, figure, keptChoice, short, slider, within} from './draw.js';
+import {bitmap, card, chart, colour, controls, el, extent, figure, keptChoice, liveOnly, short, slider, within} from './draw.js';
 
 const LEFT = 30, BELOW = 24, APART = [1, 2, 4, 8, 16, 32];
 
@@ -14,7 +14,7 @@ export function panel(root, page) {
   const gallery = el('div', {class: 'gallery'});
   root.append(box, el('div', {class: 'stack'}, controls(
     keptChoice(state, 'positions.view', 'similarity', 'Draw', [['similarity', 'Likeness of places'], ['table', 'The numbers themselves']]),
-    slider('Places', [8, 128, 8], state.number('positions.length', 64), (length) => state.set({'positions.length': length}))), gallery));
+    liveOnly(slider('Places', [8, 128, 8], state.number('positions.length', 64), (length) => state.set({'positions.length': length})))), gallery));
 
   function update() {
     const params = {model: page.run().model, length: state.number('positions.length', 64)};

@@ -1,7 +1,7 @@
 /** The run above the panels: the text or picture given, its tokens, and what the model answers. */
 
 import {upload} from './ask.js';
-import {ARROWS, bars, bitmap, colour, complain, el, extent, figure, inkOn, note, percent, quoted, ring, rove, row, shadeOf, textField, visible, watch} from './draw.js';
+import {ARROWS, bars, bitmap, colour, complain, el, extent, figure, inkOn, liveOnly, note, percent, quoted, ring, rove, row, shadeOf, textField, visible, watch} from './draw.js';
 
 const SLICE = 250;
 const TITLES = {next: 'The next token', classes: 'The class', mask: 'At the mask', token: 'No token is masked', translation: 'The model writes', states: 'States only'};
@@ -58,7 +58,7 @@ function runField(page, key, label = '') {
   };
   fill();
   page.state.subscribe(['text', 'target'], fill, node);
-  return node;
+  return liveOnly(node);
 }
 
 /** @param {Model} model */
@@ -83,7 +83,7 @@ function sampleField(page, box) {
       complain(box, error);
     }
   }});
-  return row(select, el('label', {class: 'file'}, file, el('span', {}, `Open a ${kind}`)));
+  return liveOnly(row(select, el('label', {class: 'file'}, file, el('span', {}, `Open a ${kind}`))));
 }
 
 /** Tokens as chips: one tab stop, arrows inside, hover or focus asks the chosen head, click keeps it.
