@@ -240,16 +240,14 @@ class _Column:
         group = "cross" if part.kind == "cross" else part.stack if pair else "attention"
         opens = f'data-panel="{part.panel}" data-attention="{group}"'
         kind = "norm" if part.kind == "norm" else "part"
-        right, words = self.left + WIDE - 12, part.words + (f"; in {part.n} layers" if part.n > 1 else "")
-        lines = [
-            _text(self.left + 12, top + (17 if kind == "norm" else 20), part.name, "small" if kind == "norm" else "")
-        ]
-        lines.append(_text(right, top + (17 if kind == "norm" else 20), short(part.params), "small end"))
+        line = top + (17 if kind == "norm" else 20)
+        lines = [_text(self.left + 12, line, part.name, "small" if kind == "norm" else "")]
         if kind == "part":
+            words = part.words + (f"; in {part.n} layers" if part.n > 1 else "")
             lines.append(_text(self.left + 12, top + 38, words, "small"))
-        label = escape(f"{part.name}, {words}: {short(part.params)} parameters")
+        lines.append(_text(self.left + WIDE - 12, line, short(part.params), "small end"))
         rect = f'<rect x="{self.left}" y="{top}" width="{WIDE}" height="{part.high}" rx="8"/>'
-        return [f'<g class="{kind}" role="link" tabindex="0" {opens} aria-label="{label}">', rect, *lines, "</g>"]
+        return [f'<g class="{kind}" role="link" tabindex="0" {opens}>', rect, *lines, "</g>"]
 
     def _depth(self) -> int:
         return max(part.n for part in self.parts)

@@ -99,6 +99,9 @@ def test_a_walk_with_the_keyboard_alone(open_page: Open) -> None:
     assert one.state()["panel"] == "lens"
     keyboard.press("Home")
     one.settle()
+    assert focused(one) == "tab: Model"
+    keyboard.press("ArrowRight")
+    one.settle()
     assert focused(one) == "tab: Attention"
 
     press_until(one, "^(textarea|textbox)")
@@ -189,7 +192,7 @@ def test_the_guided_walk_ends_where_it_began(open_page: Open) -> None:
         one.settle()
         if not dialog.count():
             break
-    assert len(set(seen)) == len(seen) == 6
+    assert len(set(seen)) == len(seen) == 7
     assert start.evaluate("one => one === document.activeElement")
     start.click()
     one.page.keyboard.press("Escape")
