@@ -21,6 +21,10 @@ PUBLISHED = {
     "mistral-7b": 7_241_732_096,
     "smollm2-135m": 134_515_008,
     "qwen2-0.5b": 494_032_768,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
     "bert-base": 109_482_240,  # with pooler
     "bert-large": 335_141_888,
     "minilm-l6": 22_713_216,
@@ -112,7 +116,7 @@ def test_gpt3s_widths() -> None:
 
 
 def test_every_family_has_a_size_and_every_size_its_family() -> None:
-    assert set(FAMILIES) == {"original", "gpt2", "llama", "bert", "esm", "vit", "t5", "marian", "whisper"}
+    assert set(FAMILIES) == {"original", "gpt2", "llama", "qwen3", "bert", "esm", "vit", "t5", "marian", "whisper"}
     for family, module in FAMILIES.items():
         assert module.SIZES
         assert {ch.preset(name).family for name in module.SIZES} == {family}
@@ -127,6 +131,7 @@ def test_the_shape_of_each_family() -> None:
         "original": {"encoder-decoder"},
         "gpt2": {"decoder"},
         "llama": {"decoder"},
+        "qwen3": {"decoder"},
         "bert": {"encoder"},
         "esm": {"encoder"},
         "vit": {"encoder"},

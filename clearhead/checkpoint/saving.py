@@ -12,46 +12,57 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from clearhead.checkpoint.durable_files import stage, sweep, sync_file, sync_folder
-from clearhead.checkpoint.sentence_transformers import write_modules
-from clearhead.checkpoint.tensor_names import expand, write_all
+from clearhead.checkpoint.hugging_face import write_hugging_face
 from clearhead.checkpoint.weight_files import SAVED, write_safetensors
-from clearhead.config import Config, Generation
 from clearhead.errors import CheckpointError, did_you_mean
-from clearhead.families import FAMILIES
 from clearhead.kernels import Packed
 from clearhead.models import Model, build
 from clearhead.quantization import float8
-from clearhead.quantization.model_weights import example_weight
 from clearhead.version import __version__
 
 SHARD_BYTES = 4 * 2**30
 STAGE = ".save-"  # folders in which a save is under way
 VALUES = ("activation", "eps", "factor", "norm_first", "scale")  # plain attributes of modules that the config decides
 SIDE_FILES = ("modules.json", "generation_config.json")  # of the old model: the new one may have none
+TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja", "special_tokens_map.json")  # of an old tokenizer, likewise
+
+
+@runtime_checkable
+class SavesItself(Protocol):
+    """A tokenizer, as far as `save` needs to know: its room is beside this one."""
+
+    def save(self, directory: Path, /) -> None: ...
 
 
 def save(
-    model: Model, path: str | Path, *, format: Literal["clearhead", "hf"] = "clearhead", shard_bytes: int = SHARD_BYTES
+    model: Model,
+    path: str | Path,
+    *,
+    format: Literal["clearhead", "hf"] = "clearhead",
+    tokenizer: SavesItself | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write the model to the folder `path`: config.json and model.safetensors (several files, above `shard_bytes`).
 
-    `format="clearhead"` keeps our names and all fields; `format="hf"` is the layout that Hugging Face transformers loads.
+    `format="clearhead"` keeps our names and all fields; `format="hf"` is a layout that Hugging Face transformers loads: the model's
+    own family's, or that of any other that can express it. `tokenizer` is written beside it; without it, a tokenizer that is in the
+    folder stays.
     """
     if format not in ("clearhead", "hf"):
         raise CheckpointError(f"format={format!r} is not known; {did_you_mean(str(format), ['clearhead', 'hf'])}")
     if any(isinstance(module, Packed) for module in model.modules()):
         raise CheckpointError("a quantised model is for running and is not saved; save the model it was made from")
     _refuse_changes(model)
-    files, state = _ours(model) if format == "clearhead" else _hugging_face(model)
+    files, state = _ours(model) if format == "clearhead" else write_hugging_face(model)
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{path} is a file; give a folder to save into")
@@ -66,6 +77,8 @@ def save(
             for name, value in files.items():
                 (work / name).parent.mkdir(exist_ok=True)
                 (work / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+            if tokenizer is not None:
+                tokenizer.save(work)
             for file in _files(work):
                 sync_file(file)
             for folder in {file.parent for file in _files(work)}:
@@ -125,47 +138,6 @@ def _ours(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return {"config.json": config}, {**model.state_dict(), **extras}
 
 
-def _hugging_face(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    config = model.config
-    if config.family not in FAMILIES:
-        raise CheckpointError(f"family={config.family!r} has no Hugging Face layout; save with format='clearhead'")
-    if config.pruned_heads:
-        raise CheckpointError(
-            f"transformers has no layers of unequal heads, and this model has lost {len(config.pruned_heads)}, such as "
-            f"{config.pruned_heads[0]!r}; save with format='clearhead'"
-        )
-    module = FAMILIES[config.family]
-    theirs = {**module.write(config), **_write_generation(model.generation)}
-    state = write_all(model.state_dict(), expand(module.NAMES, config))
-    prefix = module.PREFIX if config.head != "none" else ""
-    added: Callable[[Config], dict[str, Tensor]] = getattr(module, "added", lambda _: {})
-    kept = {key.removeprefix("extras.").removeprefix(module.PREFIX): tensor for key, tensor in model.extras.items()}
-    whole = {**state, **added(config), **kept}
-    named = {key if key.startswith(module.HEADS) else prefix + key: tensor for key, tensor in whole.items()}
-    files = write_modules(theirs.pop("modules", []))
-    files["config.json"] = {**theirs, "dtype": str(example_weight(model).dtype).removeprefix("torch.")}
-    if config.shape != "encoder":
-        files["generation_config.json"] = _write_generation(model.generation)
-    return files, named
-
-
-def _write_generation(generation: Generation) -> dict[str, Any]:
-    eos = generation.eos[0] if len(generation.eos) == 1 else list(generation.eos) or None
-    values = {
-        "bos_token_id": generation.bos,
-        "eos_token_id": eos,
-        "pad_token_id": generation.pad,
-        "decoder_start_token_id": generation.decoder_start,
-        "forced_bos_token_id": generation.forced_bos,
-        "forced_decoder_ids": [[place, token] for place, token in enumerate(generation.forced_start, 1)] or None,
-        "forced_eos_token_id": generation.forced_eos,
-        "max_length": generation.max_length,
-        "suppress_tokens": list(generation.suppress) or None,
-        "begin_suppress_tokens": list(generation.begin_suppress) or None,
-    }
-    return {name: value for name, value in values.items() if value is not None}
-
-
 def _write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int) -> None:
     shards: list[list[str]] = [[]]
     size = 0
@@ -206,6 +178,7 @@ def _install(path: Path) -> None:
             sync_file(link)
         os.replace(link, path / name)
     patterns = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*", *SIDE_FILES)
+    patterns += TOKENIZER_FILES if Path("tokenizer_config.json") in names else ()
     for old in [file for pattern in patterns for file in path.glob(pattern)]:
         if old.relative_to(path) not in names:
             os.unlink(old)

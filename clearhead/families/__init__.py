@@ -19,12 +19,13 @@ from typing import Any
 
 from clearhead.config import Config
 from clearhead.errors import ConfigError, did_you_mean
-from clearhead.families import bert, esm, gpt2, llama, marian, original, t5, vit, whisper
+from clearhead.families import bert, esm, gpt2, llama, marian, original, qwen3, t5, vit, whisper
 
 FAMILIES = {
     "original": original,
     "gpt2": gpt2,
     "llama": llama,
+    "qwen3": qwen3,
     "bert": bert,
     "esm": esm,
     "vit": vit,

@@ -201,13 +201,21 @@ def same(theirs: Mapping[str, Any], *names: str) -> Any:
     return values[0]
 
 
+class NoPlaceError(CheckpointError):
+    """A layout can not express a config. `misfits` says which fields are in its way, and what the layout can hold instead."""
+
+    def __init__(self, target: str, misfits: dict[str, str]) -> None:
+        self.target, self.misfits = target, misfits
+        super().__init__(f"{target} has no place for {', '.join(misfits.values())}; save with format='clearhead'")
+
+
 def refuse_to_write(config: Config, target: str, **expressible: Any) -> None:
-    """Raise an error if one of these fields has a value that the target's layout can not express."""
+    """Raise an error if some of these fields have values that the target's layout can not express."""
+    misfits: dict[str, str] = {}
     for field, value in expressible.items():
         actual = getattr(config, field)
         values = value if isinstance(value, tuple) else (value,)
         if actual not in values:
-            raise CheckpointError(
-                f"{target} has no place for {field}={actual!r}; it can only hold {' or '.join(map(repr, values))}; "
-                f"save with format='clearhead'"
-            )
+            misfits[field] = f"{field}={actual!r} (it can only hold {' or '.join(map(repr, values))})"
+    if misfits:
+        raise NoPlaceError(target, misfits)

@@ -122,6 +122,11 @@ def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
         rope_interleaved=(None, False),
         use_mrope=(None, False),
     )
+    return read_sizes(theirs, keys)
+
+
+def read_sizes(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
+    """The fields that LLaMA's descendants have in common."""
     n_heads = take(theirs, "num_attention_heads")
     biased = [letter for letter in "qkvo" if f"layers.0.self_attn.{letter}_proj.bias" in keys]
     return dict(
@@ -144,12 +149,12 @@ def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
 
 
 def _read_window(theirs: Mapping[str, Any]) -> int:
-    """The sliding window, 0 for none. Mistral has one by default; Qwen2 with `use_sliding_window`, from layer
+    """The sliding window, 0 for none. Mistral has one by default; Qwen2 and Qwen3 with `use_sliding_window`, from layer
     `max_window_layers` on; LLaMA ignores the field."""
     kind, window = theirs.get("model_type"), theirs.get("sliding_window", 4096) or 0
     if kind == "mistral":
         return window
-    if kind != "qwen2" or not theirs.get("use_sliding_window", False) or not window:
+    if kind not in ("qwen2", "qwen3") or not theirs.get("use_sliding_window", False) or not window:
         return 0
     n_full, n_layers = take(theirs, "max_window_layers", 28), take(theirs, "num_hidden_layers")
     by_number = ["full_attention"] * (n_full > 0) + ["sliding_attention"] * (n_full < n_layers)
@@ -208,11 +213,34 @@ def write(config: Config) -> dict[str, Any]:
     if config.window and kind == "llama":
         refuse_to_write(config, "Mistral's layout", attention_bias="")
         kind = "mistral"
-    if kind == "llama" and config.d_model % config.n_heads:  # transformers requires it, though d_head is given
+    if kind == "llama":
+        refuse_uneven_heads(config, "LLaMA's layout")
+    theirs: dict[str, Any] = dict(
+        model_type=kind,
+        architectures=[
+            {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}[kind]
+        ],
+        **write_sizes(config),
+    )
+    if kind == "llama":
+        theirs["attention_bias"] = config.attention_bias == "qkvo"
+    if kind == "mistral" and config.window:
+        theirs.update(sliding_window=config.window)
+    if kind == "qwen2":
+        theirs.update(write_window(config))
+    return theirs
+
+
+def refuse_uneven_heads(config: Config, target: str) -> None:
+    """Some of transformers' classes require a d_model that n_heads divides, though d_head is given."""
+    if config.d_model % config.n_heads:
         raise CheckpointError(
-            f"LLaMA's layout has no place for d_model={config.d_model} with n_heads={config.n_heads}: one must be a multiple of "
+            f"{target} has no place for d_model={config.d_model} with n_heads={config.n_heads}: one must be a multiple of "
             f"the other; save with format='clearhead'"
         )
+
+
+def write_sizes(config: Config) -> dict[str, Any]:
     rope: dict[str, Any] = dict(rope_theta=config.rotary_base, rope_type="default")
     if config.rotary_scaling != "none":
         rope.update(rope_type=config.rotary_scaling, factor=config.rotary_factor)
@@ -222,11 +250,7 @@ def write(config: Config) -> dict[str, Any]:
             high_freq_factor=config.rotary_high,
             original_max_position_embeddings=config.rotary_original_len,
         )
-    theirs: dict[str, Any] = dict(
-        model_type=kind,
-        architectures=[
-            {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}[kind]
-        ],
+    return dict(
         hidden_size=config.d_model,
         num_hidden_layers=config.n_layers,
         num_attention_heads=config.n_heads,
@@ -242,13 +266,14 @@ def write(config: Config) -> dict[str, Any]:
         rope_parameters=rope,
         **dict.fromkeys(("bos_token_id", "eos_token_id")),  # without these, transformers would use 1 and 2
     )
-    if kind == "llama":
-        theirs["attention_bias"] = config.attention_bias == "qkvo"
-    if config.window:
-        theirs.update(sliding_window=config.window)
-    if kind == "qwen2" and config.window:
-        theirs.update(use_sliding_window=True, max_window_layers=0, layer_types=["sliding_attention"] * config.n_layers)
-    return theirs
+
+
+def write_window(config: Config) -> dict[str, Any]:
+    """Qwen's sliding window, in all layers."""
+    if not config.window:
+        return {}
+    kinds = ["sliding_attention"] * config.n_layers
+    return dict(use_sliding_window=True, sliding_window=config.window, max_window_layers=0, layer_types=kinds)
 
 
 NAMES: list[NameRow] = [

@@ -47,6 +47,7 @@ class MultiHeadAttention(nn.Module):
         bias: str = "qkvo",
         cross: bool = False,
         qk_norm: bool = False,
+        norm_eps: float = 1e-5,
         scale: float | None = None,
         dropout: float = 0.0,
         kernel: str = "auto",
@@ -65,8 +66,8 @@ class MultiHeadAttention(nn.Module):
         else:
             self.qkv = FusedLinear(d_model, {"q_proj": d_q, "k_proj": d_kv, "v_proj": d_kv}, bias=biased)
             save_apart(self, "qkv")
-        self.q_norm = RMSNorm(self.d_head, eps=1e-6) if qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(self.d_head, eps=1e-6) if qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(self.d_head, eps=norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.d_head, eps=norm_eps) if qk_norm else nn.Identity()
         self.heads = Attend(scale=scale, dropout=dropout, kernel=kernel)
         self.o_proj = Linear(d_q, d_model, bias="o" in bias)
 

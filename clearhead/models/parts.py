@@ -48,6 +48,7 @@ def make_attention(config: Config, place: str, *, cross: bool = False) -> MultiH
         bias=config.attention_bias,
         cross=cross,
         qk_norm=config.qk_norm,
+        norm_eps=config.norm_eps,
         scale=config.attention_scale or None,
         dropout=config.attention_dropout,
         kernel=config.kernel,

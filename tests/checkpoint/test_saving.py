@@ -27,6 +27,7 @@ TINY: dict[str, dict[str, object]] = {
     "transformer-base": dict(vocab_size=31, max_len=17),
     "gpt2": dict(vocab_size=31, max_len=17),
     "llama-7b": dict(vocab_size=31, n_kv_heads=1),
+    "qwen3-0.6b": dict(vocab_size=31, n_kv_heads=1),
     "bert-base": dict(vocab_size=31, max_len=17),
     "esm2-8m": dict(),
     "vit-b-16": dict(image_size=14, patch_size=7, n_classes=5),
@@ -318,8 +319,8 @@ def test_every_key_is_used_and_every_parameter_filled(tmp_path: Path) -> None:
 def test_a_config_that_the_layout_can_not_express_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="positions='alibi'"):
         save(tiny("gpt2", positions="alibi"), tmp_path / "x", format="hf")
-    custom = ch.build(dataclasses.replace(tiny("gpt2").config, family="custom"))
-    with pytest.raises(CheckpointError, match="family='custom'"):
+    custom = ch.build(dataclasses.replace(tiny("gpt2").config, family="custom", positions="alibi"))
+    with pytest.raises(CheckpointError, match="GPT-2's layout, the nearest, has no place for positions='alibi'"):
         save(custom, tmp_path / "x", format="hf")
     with pytest.raises(CheckpointError, match="did you mean 'hf'"):
         save(custom, tmp_path / "x", format="hff")  # type: ignore[arg-type]

@@ -121,8 +121,8 @@ def test_attention_is_its_parts(n_kv_heads: int, qk_norm: bool, rotary: bool, bi
 
     q, k, v = (project(name, x).reshape(B, T, -1, width).transpose(1, 2) for name in "qkv")
     if qk_norm:
-        q = q / (q.square().mean(-1, keepdim=True) + 1e-6).sqrt() * state["q_norm.weight"]
-        k = k / (k.square().mean(-1, keepdim=True) + 1e-6).sqrt() * state["k_norm.weight"]
+        q = q / (q.square().mean(-1, keepdim=True) + 1e-5).sqrt() * state["q_norm.weight"]
+        k = k / (k.square().mean(-1, keepdim=True) + 1e-5).sqrt() * state["k_norm.weight"]
     if angles is not None:
         q, k = rotate(q, angles), rotate(k, angles)
     shared = [t.repeat_interleave(heads // n_kv_heads, 1) for t in (k, v)]
