@@ -117,7 +117,11 @@ def _show_seen(*given: Any, **options: Any) -> Any:
     return _import("explorer").show_seen(*given, **options)
 
 
-viewers.show_seen = _show_seen
+def _describe_model(model: Any) -> str:
+    return _import("quantization.model_weights").describe_model(model)
+
+
+viewers.show_seen, viewers.describe_model = _show_seen, _describe_model
 
 
 def __dir__() -> list[str]:

@@ -7,9 +7,11 @@ replaced at construction, so a config always holds the final numbers (0, because
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from clearhead.display import html_table, short_repr, short_value
 from clearhead.errors import ConfigError, did_you_mean
 
 # Far above any model. A larger number is a broken file's, and would take memory before any weight is read.
@@ -21,6 +23,19 @@ MOST = {
     **dict.fromkeys(("vocab_size", "source_vocab_size", "max_len", "max_source_len", "window"), 2**40),
     **dict.fromkeys(("rotary_original_len", "t5_max_distance"), 2**40),
 }
+
+# Fields that a config fills in from the others.
+DERIVED = (
+    "n_decoder_layers",
+    "n_kv_heads",
+    "d_head",
+    "d_ff",
+    "max_len",
+    "max_source_len",
+    "n_classes",
+    "head",
+    "attention_bias",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +125,23 @@ class Config:
         self._check_inputs()
         self._check_head()
         self._check_pruned()
+
+    def __repr__(self) -> str:
+        return short_repr("Config", self.given())
+
+    def _repr_html_(self) -> str:
+        given = self.given()
+        note = f"{len(fields(self)) - len(given)} more fields have their defaults, or follow from these"
+        return html_table("Config", ("field", "value"), ((name, short_value(v)) for name, v in given.items()), note)
+
+    def given(self) -> dict[str, Any]:
+        """The fields that define this config: those that are neither defaults nor follow from the others."""
+        found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        for name in DERIVED:
+            rest = {field: value for field, value in found.items() if field != name}
+            with suppress(ConfigError):  # it does not follow: a text's max_len, for one
+                found = rest if Config(**rest) == self else found
+        return found
 
     def kept_heads(self, place: str) -> tuple[int, ...]:
         """The heads that an attention, such as "blocks.2.attention", still has."""
@@ -329,6 +361,10 @@ class Generation:
     max_length: int | None = None
     suppress: tuple[int, ...] = ()  # never written
     begin_suppress: tuple[int, ...] = ()  # never written first
+
+    def __repr__(self) -> str:
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return short_repr("Generation", given)
 
 
 def nearest_divisor(whole: int, wish: int) -> int:

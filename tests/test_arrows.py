@@ -10,7 +10,8 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "clearhead"
 
-# From left to right. Rooms of one step do not know each other; `data` stands beside. Any room may import `version` and `viewers`.
+# From left to right. Rooms of one step do not know each other; `data` stands beside. Any room may import `version`, `viewers`
+# and `display`.
 STEPS = [
     {"errors", "limits"},
     {"config", "kernels"},
@@ -30,7 +31,7 @@ STEPS = [
     {"__main__"},
 ]
 PLACE = {room: n for n, step in enumerate(STEPS) for room in step}
-ANYONES = {"version", "viewers"}
+ANYONES = {"version", "viewers", "display"}
 
 
 def is_allowed(room: str, other: str) -> bool:

@@ -9,31 +9,12 @@ from clearhead.cli.console import plain_table, wide_console, write_rows
 from clearhead.config import Config
 from clearhead.costs.capacity import devices_needed, largest
 from clearhead.costs.flops import Lengths, check_lengths
-from clearhead.costs.forecast import Cost, cost
+from clearhead.costs.forecast import COLUMNS, PARTS, Cost, cost, spell_figure
 from clearhead.costs.units import parse_rate, parse_size, spell_count, spell_seconds
 from clearhead.errors import InputError
 
 if TYPE_CHECKING:
     from clearhead.costs.measurement import Workload
-
-PARTS = {
-    "embedding": "embedding",
-    "projections": "attention: projections",
-    "attention": "attention: T²",
-    "feedforward": "feed-forward",
-    "norm": "norms and stream",
-    "head": "head",
-}
-COLUMNS = {
-    "params": "parameters",
-    "flops": "operations",
-    "weight_bytes": "weights",
-    "gradient_bytes": "gradients",
-    "optimizer_bytes": "optimizer",
-    "activation_bytes": "activations",
-    "kv_cache_bytes": "cache",
-    "peak_bytes": "peak memory",
-}
 
 
 @dataclass(frozen=True)
@@ -94,9 +75,9 @@ def show_forecast(case: Case, device: DeviceSpec) -> None:
     shown = [field for field in COLUMNS if getattr(report, field)]
     table = plain_table("part", *(COLUMNS[field] for field in shown))
     for part, label in PARTS.items():
-        table.add_row(label, *(_spell(field, report.parts[field][part]) for field in shown))
+        table.add_row(label, *(spell_figure(field, report.parts[field][part]) for field in shown))
     table.add_section()
-    table.add_row("all", *(_spell(field, getattr(report, field)) for field in shown), style="bold")
+    table.add_row("all", *(spell_figure(field, getattr(report, field)) for field in shown), style="bold")
     console.print(table)
     console.print()
     console.print(_devices(case, device))
@@ -104,12 +85,6 @@ def show_forecast(case: Case, device: DeviceSpec) -> None:
     length, max_len = case.workload["length"], case.config.max_len
     if length and length > max_len:
         console.print(f"note     {case.name} is made for {max_len:,} tokens", style="yellow")
-
-
-def _spell(field: str, n: int) -> str:
-    if not n:
-        return ""
-    return f"{n:,}" if field == "params" else spell_count(n, "FLOP" if field == "flops" else "B")
 
 
 def _devices(case: Case, device: DeviceSpec) -> str:

@@ -220,12 +220,8 @@ class TextWriter:
 
 def spell_token(token: Token, tokenizer: Tokenizer) -> str:
     """A line: a token, its probability, and its alternatives with theirs."""
-    from clearhead.generation.texts import piece_name
-
-    line = f"{piece_name(tokenizer, token.id)!r:<20} {math.exp(token.score):>11.2%} {token.score:>9.4f}"
-    others = (
-        f"{piece_name(tokenizer, id)!r} {math.exp(score):.1%}" for id, score in token.alternatives if id != token.id
-    )
+    line = f"{tokenizer.name(token.id)!r:<20} {math.exp(token.score):>11.2%} {token.score:>9.4f}"
+    others = (f"{tokenizer.name(id)!r} {math.exp(score):.1%}" for id, score in token.alternatives if id != token.id)
     return "   ".join([line, *others])
 
 

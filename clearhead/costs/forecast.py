@@ -18,10 +18,30 @@ from clearhead.costs.activations import Setting, count_blocks, count_copies, cou
 from clearhead.costs.flops import Lengths, check_lengths, count_forward, count_training
 from clearhead.costs.parameters import count_heads, count_matrices, count_parameters, count_weight_bytes
 from clearhead.costs.temporaries import widest
+from clearhead.costs.units import spell_count
+from clearhead.display import html_table
 from clearhead.errors import ConfigError, did_you_mean
 from clearhead.limits import LOSS_CHUNK
 
-PARTS: tuple[str, ...] = ("embedding", "projections", "attention", "feedforward", "norm", "head")
+# The parts, and the figures of a cost, with the words that a table has for them.
+PARTS = {
+    "embedding": "embedding",
+    "projections": "attention: projections",
+    "attention": "attention: T²",
+    "feedforward": "feed-forward",
+    "norm": "norms and stream",
+    "head": "head",
+}
+COLUMNS = {
+    "params": "parameters",
+    "flops": "operations",
+    "weight_bytes": "weights",
+    "gradient_bytes": "gradients",
+    "optimizer_bytes": "optimizer",
+    "activation_bytes": "activations",
+    "kv_cache_bytes": "cache",
+    "peak_bytes": "peak memory",
+}
 
 CHOICES = {
     "mode": ("forward", "train", "decode"),
@@ -56,9 +76,28 @@ class Cost:
     peak_bytes: int
     parts: Mapping[str, Mapping[str, int]]
 
+    def __repr__(self) -> str:
+        figures = {"params": self.params, "flops": self.flops, "peak_bytes": self.peak_bytes}
+        return f"Cost({', '.join(f'{name}={value:,}' for name, value in figures.items())}, ...; .parts splits them)"
+
+    def _repr_html_(self) -> str:
+        shown = [name for name in COLUMNS if getattr(self, name)]
+        rows = [
+            (label, *(spell_figure(name, self.parts[name][part]) for name in shown)) for part, label in PARTS.items()
+        ]
+        rows.append(("all", *(spell_figure(name, getattr(self, name)) for name in shown)))
+        return html_table("Cost", ("part", *(COLUMNS[name] for name in shown)), rows)
+
     def seconds(self, rate: float, bandwidth: float = math.inf) -> float:
         """The time at `rate` FLOP/s, but at least the time to read weights and cache at `bandwidth` bytes a second."""
         return max(self.flops / rate, (self.weight_bytes + self.kv_cache_bytes) / bandwidth)
+
+
+def spell_figure(name: str, n: int) -> str:
+    """A figure of a cost as a table shows it; nothing for 0."""
+    if not n:
+        return ""
+    return f"{n:,}" if name == "params" else spell_count(n, "FLOP" if name == "flops" else "B")
 
 
 def cost(

@@ -92,6 +92,22 @@ class Tokenizer:
         """The vocabulary's spelling of an id, such as 'Ġworld' or '▁world'."""
         return self._names[self._check([id])[0]]
 
+    def name(self, id: int) -> str:
+        """A token as a reader sees it, such as ' world', with the space that it starts with: a label for plots and tables.
+
+        A token that is no text by itself is spelled as in the vocabulary; an id that the vocabulary does not have, as its number.
+        """
+        if id not in self._names:
+            return f"<{id}>"
+        text, spelled = self.decode([id]), self._names[id]
+        if not text or "\ufffd" in text:
+            return spelled
+        return f" {text}" if spelled.startswith(("▁", " ")) and not text.startswith(" ") else text
+
+    def names(self, ids: Iterable[int]) -> list[str]:
+        """The names of some tokens, in order."""
+        return [self.name(int(id)) for id in ids]
+
     def id(self, token: str) -> int:
         """The id of a token in the vocabulary's spelling."""
         if token not in self.vocab:

@@ -59,7 +59,12 @@ def forecast(passes: ForwardPasses, fields: Fields) -> bytes:
     memory = np.array([[getattr(each, field) for each in found] for field in KINDS.values()], dtype=np.float32)
     rate = measure_peak(passes.inputs.device)
     seconds = np.array([each.seconds(rate) for each in found], dtype=np.float32)
-    answer = {"params": found[0].params, "crossover": _crossover(config, options), "parts": PARTS, "kinds": list(KINDS)}
+    answer = {
+        "params": found[0].params,
+        "crossover": _crossover(config, options),
+        "parts": list(PARTS),
+        "kinds": list(KINDS),
+    }
     return pack({**answer, "lengths": lengths, "rate": rate}, flops=flops, bytes=memory, seconds=seconds)
 
 

@@ -23,7 +23,6 @@ from clearhead.data.images import ImagePreprocessing, read_image, read_preproces
 from clearhead.engine.request import Request, start_token
 from clearhead.errors import InputError, MissingExtraError
 from clearhead.explorer.samples import SAMPLES, draw_shape, sample_sound
-from clearhead.generation.texts import piece_name
 from clearhead.generation.transcription import Scribe, find_tokenizer
 from clearhead.models import EncoderDecoder, Model
 from clearhead.quantization.model_weights import example_weight
@@ -101,7 +100,7 @@ class Inputs:
     def name(self, id: int) -> str:
         """A token as the page shows it."""
         if id not in self._names:
-            self._names[id] = piece_name(self.tokenizer, id)
+            self._names[id] = self.tokenizer.name(id)
         return self._names[id]
 
     def strip(self, ids: list[int]) -> Strip:

@@ -99,7 +99,7 @@ def _read(source: list[str], target: list[str]) -> dict[str, Any]:
         "target": _strip(target) if target else None,
         "target_text": None,
         "truncated": False,
-        "answer": {"kind": "states", "top": []},
+        "answer": {"kind": "seen", "top": []},
         "plain": None,
     }
 

@@ -178,18 +178,6 @@ def is_special(text: str, tokenizer: Tokenizer) -> bool:
     return tokenizer.vocab.get(text) in tokenizer.special_ids
 
 
-def piece_name(tokenizer: Tokenizer, id: int) -> str:
-    """A token as a reader sees it, with the space that it starts with. A token that is no text by itself is spelled as in the
-    vocabulary; an id of the model that the tokenizer does not have, as its number."""
-    try:
-        text, spelled = tokenizer.decode([id]), tokenizer.token(id)
-    except InputError:
-        return f"<{id}>"
-    if not text or "\ufffd" in text:
-        return spelled
-    return f" {text}" if spelled.startswith(("▁", " ")) and not text.startswith(" ") else text
-
-
 def stream_of(request: Request, tokenizer: Tokenizer, stops: Sequence[str]) -> StoppingStream:
     """The stream for a request's text, which continues its prompt. A text that matches a grammar starts anew."""
     return StoppingStream(tokenizer, stops, after=() if request.grammar is not None else request.prompt)

@@ -42,7 +42,6 @@ from clearhead.data.tokenizer import Tokenizer
 from clearhead.engine.request import Ticket, start_token
 from clearhead.engine.runner import eval_mode
 from clearhead.errors import InputError
-from clearhead.generation.texts import piece_name
 from clearhead.inside.heatmap import heat_map
 from clearhead.inside.probe import probe
 from clearhead.models import Decoder, EncoderDecoder
@@ -97,7 +96,7 @@ def make_trace(
     attention: dict[str, Any] | None = None
     if isinstance(model, EncoderDecoder) and not isinstance(request.source, Tensor) and request.source is not None:
         ids = list(request.source)
-        source = {"text": text, "ids": ids, "tokens": [piece_name(tokenizer, id) for id in ids]}
+        source = {"text": text, "ids": ids, "tokens": tokenizer.names(ids)}
         layer = range(model.config.n_decoder_layers)[layer]
         attention = {"layer": layer, "heads": "mean"}
         _add_attention(model, ids, list(request.prompt) or [start_token(model)], steps, layer)
@@ -180,7 +179,7 @@ def _candidate_document(node: Node, ticket: Ticket, tokenizer: Tokenizer) -> dic
     reachable = candidate.score > -math.inf
     document: dict[str, Any] = {
         "id": candidate.token,
-        "token": piece_name(tokenizer, candidate.token),
+        "token": tokenizer.name(candidate.token),
         "text": _text(tokenizer, node.ids),
         "parent": candidate.parent,
         "score": candidate.score if reachable else None,
@@ -224,7 +223,7 @@ def _finished_document(node: Node, rank: int, ticket: Ticket, tokenizer: Tokeniz
     return {
         "text": _text(tokenizer, node.ids),
         "ids": node.ids,
-        "tokens": [piece_name(tokenizer, id) for id in node.ids],
+        "tokens": tokenizer.names(node.ids),
         "score": _final(node, ticket.request.length_penalty),
         "sum": node.candidate.score,
         "length": len(node.ids),

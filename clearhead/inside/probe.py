@@ -15,6 +15,7 @@ its graph and runs no hook either (the site is then "not reached"): call the mod
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from clearhead import viewers
+from clearhead.display import html_table
 from clearhead.errors import InputError, did_you_mean
 from clearhead.inside.sites import ATTENTION, blocks_of, entry_of, find_sites, sites, uncompiled
 from clearhead.layers.attention import Attend, attention_scores, facts_of, gathered, masked_softmax
@@ -100,6 +102,29 @@ class Seen:
 
     def __len__(self) -> int:
         return len(self.sites)
+
+    def __repr__(self) -> str:
+        named = ", ".join(f"{pattern} {shape}" for pattern, _, shape in self._summary()[:4])
+        return f"Seen({len(self)} sites: {named}{', ...' if len(self._summary()) > 4 else ''})"
+
+    def _repr_html_(self) -> str:
+        return html_table(
+            "Seen", ("site", "layers", "shape"), self._summary(), "seen[site] is a tensor; seen.show() draws attention"
+        )
+
+    def _summary(self) -> list[tuple[str, int, str]]:
+        """Sites of the same name in all layers, as one: the pattern, how many there are, and the shape of each."""
+        found: dict[tuple[str, str], int] = {}
+        for site in self.sites:
+            key = re.sub(r"\.\d+\.", ".*.", site), self._shape(site)
+            found[key] = found.get(key, 0) + 1
+        return [(pattern, n, shape) for (pattern, shape), n in found.items()]
+
+    def _shape(self, site: str) -> str:
+        if site in self.tensors:
+            return str(tuple(self.tensors[site].shape))
+        given = self.attention.get(site.rpartition(".")[0])
+        return "not reached" if given is None else str((*given.q.shape[:3], given.k.shape[2]))
 
     @torch.no_grad()
     def rows(self, site: str, rows: Rows = ALL, *, head: Heads = None) -> Tensor:

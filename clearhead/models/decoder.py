@@ -12,9 +12,10 @@ from clearhead.layers.cache import AnyCache, Cache
 from clearhead.layers.embedding import TokenEmbedding, TokenHead
 from clearhead.models.parts import make_head
 from clearhead.models.stack import Padding, Stack
+from clearhead.viewers import Described
 
 
-class Decoder(Stack):
+class Decoder(Described, Stack):
     """`model(tokens) -> logits`: at each position, scores for the next token."""
 
     def __init__(self, config: Config) -> None:

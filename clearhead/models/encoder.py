@@ -16,9 +16,10 @@ from clearhead.layers.masks import ABSENT, Mask
 from clearhead.layers.media import PatchEmbedding
 from clearhead.models.parts import make_head
 from clearhead.models.stack import Padding, Stack
+from clearhead.viewers import Described
 
 
-class Encoder(Stack):
+class Encoder(Described, Stack):
     """`model(tokens) -> states`; with `head="tokens"` logits for each position, with `head="classes"` for each row.
 
     Over pictures (`inputs="patches"`) it is called with (batch, channels, height, width) instead of tokens.

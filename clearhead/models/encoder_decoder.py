@@ -18,12 +18,13 @@ from clearhead.layers.media import FrameEmbedding
 from clearhead.models.decoder import make_cache
 from clearhead.models.parts import make_head
 from clearhead.models.stack import Padding, Stack
+from clearhead.viewers import Described
 
 Source = Int[Tensor, "B S"] | Float[Tensor, "B m n"]  # tokens, or mel frames of sound
 SourcePadding = Bool[Tensor, "B _"] | Mask | None  # of tokens, or of what the convolutions leave of the frames
 
 
-class EncoderDecoder(nn.Module):
+class EncoderDecoder(Described, nn.Module):
     """`model(source, target) -> logits`: at each position of the target, scores for its next token.
 
     One token embedding serves source, target and (tied) head, unless the config gives the source a vocabulary of its own,

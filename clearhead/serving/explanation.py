@@ -20,7 +20,7 @@ from clearhead.engine.request import source_length, start_token
 from clearhead.errors import InputError
 from clearhead.generation import Request, Token
 from clearhead.generation.engines import make_engine
-from clearhead.generation.texts import piece_name, stream_of
+from clearhead.generation.texts import stream_of
 from clearhead.inside import Intervention, Seen, intervene, mean, probe, sites, zero
 from clearhead.inside.probe import Heads, heads_of
 from clearhead.inside.sites import blocks_of, find_sites
@@ -130,7 +130,7 @@ class GeneratedText:
         self.rows = slice(first, first + len(self.written))  # the states that chose the generated tokens
 
     def names(self, ids: Sequence[int]) -> list[str]:
-        return [piece_name(self.tokenizer, id) for id in ids]
+        return self.tokenizer.names(ids)
 
     @torch.no_grad()
     def run(self) -> Float[Tensor, "n D"]:

@@ -12,7 +12,6 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from clearhead.generation import Token
-from clearhead.generation.texts import piece_name
 from clearhead.serving.model_worker import ModelWorker
 from clearhead.serving.text_deltas import TextDelta
 
@@ -80,7 +79,7 @@ def _scored(worker: ModelWorker, id: int, score: float) -> dict[str, Any]:
 
 def token_name(worker: ModelWorker, id: int) -> str:
     assert worker.tokenizer is not None
-    return piece_name(worker.tokenizer, id)
+    return worker.tokenizer.name(id)
 
 
 class EventStream(StreamingResponse):

@@ -131,6 +131,8 @@ def test_show_is_a_frame_with_the_maps(explorer: Explorer) -> None:
     _, arrays = unpack(reply[key_of("map", asked)])
     np.testing.assert_array_equal(arrays["map"], seen["blocks.2.attention.weights"][1, 1])
     assert unpack(reply[key_of("read", {"run": run})])[0]["source"]["tokens"][6] == "t6"
+    answer = unpack(reply[key_of("read", {"run": run})])[0]["answer"]
+    assert answer["kind"] == "seen"  # not "states": this decoder has a head
     with pytest.raises(ch.InputError, match="7 tokens, but 2 names"):
         seen.show(["a", "b"])
     with probe(explorer.model, "blocks.0.residual") as nothing:

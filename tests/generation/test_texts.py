@@ -25,7 +25,6 @@ from clearhead.generation.texts import (
     follow,
     in_order,
     make_request,
-    piece_name,
     stream_text,
     write_texts,
 )
@@ -230,8 +229,8 @@ def test_tokens_as_a_person_reads_them() -> None:
     _, words = made("pieces")
     _, letters = made()
     ids = words.encode("the cat", special=False)
-    assert "".join(piece_name(words, id) for id in ids) == " the cat"
-    assert piece_name(letters, letters.eos) == letters.token(letters.eos)
+    assert "".join(words.name(id) for id in ids) == " the cat"
+    assert letters.name(letters.eos) == letters.token(letters.eos)
     half = letters.encode("語", special=False)[0]
-    assert piece_name(letters, half) == letters.token(half)
-    assert piece_name(letters, 4000) == "<4000>"
+    assert letters.name(half) == letters.token(half)
+    assert letters.name(4000) == "<4000>"

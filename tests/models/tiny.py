@@ -19,6 +19,7 @@ SIZES = dict(n_layers=2, d_model=22, n_heads=3, d_head=10, d_ff=37, vocab_size=5
 # What a family's page would leave out of its tiny version: grouped heads, a window, a narrow vocabulary of sound.
 OWN = {
     "llama": dict(n_heads=6, n_kv_heads=2),
+    "qwen3": dict(n_heads=6, n_kv_heads=2),
     "vit": dict(image_size=15, patch_size=5, n_classes=7, vocab_size=0, max_len=0),
     "whisper": dict(max_source_len=29, n_mels=5),
 }

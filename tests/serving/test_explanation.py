@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.generation.texts import piece_name
 from clearhead.inside import intervene, logit_lens, mean, probe, zero
 from clearhead.serving.explanation import MAX_NEW, MAX_TEXTS
 
@@ -75,7 +74,7 @@ def test_attention_and_lens(address: str, gpt: Any, tokenizer: ch.Tokenizer) -> 
         assert layer["probabilities"] == pytest.approx(chances.amax(-1).tolist(), abs=CLOSE)
         picked = chances[torch.arange(9), torch.tensor(written)]
         assert layer["written"] == pytest.approx(picked.tolist(), abs=CLOSE)
-        assert layer["tokens"] == [piece_name(tokenizer, id) for id in chances.argmax(-1).tolist()]
+        assert layer["tokens"] == tokenizer.names(chances.argmax(-1).tolist())
 
 
 @pytest.mark.parametrize("how", ["zero", "mean"])
@@ -172,7 +171,7 @@ def test_translations(address: str, places: dict[str, Path]) -> None:
                     assert row == pytest.approx(weights[head, at, : len(row)].tolist(), abs=CLOSE)
             assert all(sum(row) == pytest.approx(1, abs=1e-4) for rows in each["weights"] for row in rows)
         assert len(told["attention"][0]["weights"][0]) == n
-        assert told["tokens"]["source"][:2] == [piece_name(tokenizer, id) for id in source[:2]]
+        assert told["tokens"]["source"][:2] == tokenizer.names(source[:2])
         lens = logit_lens(model, torch.tensor([source]), target)[:, 0].softmax(-1)
         assert told["lens"][-1]["probabilities"] == pytest.approx(lens[-1].amax(-1).tolist(), abs=CLOSE)
         assert len(told["lens"]) == 3

@@ -4,7 +4,7 @@ import {upload} from './ask.js';
 import {ARROWS, bars, bitmap, colour, complain, el, extent, figure, inkOn, liveOnly, note, percent, quoted, ring, rove, row, shadeOf, textField, visible, watch} from './draw.js';
 
 const SLICE = 250;
-const TITLES = {next: 'The next token', classes: 'The class', mask: 'At the mask', token: 'No token is masked', translation: 'The model writes', states: 'States only'};
+const TITLES = {next: 'The next token', classes: 'The class', mask: 'At the mask', token: 'No token is masked', translation: 'The model writes', states: 'States only', seen: 'Attention only'};
 
 /** @param {Box} root @param {Page} page */
 export function makeStrip(root, page) {
@@ -46,6 +46,7 @@ function showAnswer(root, {answer, plain, source, target_text, note: more}) {
       plain?.text && plain.text !== text && el('p', {class: 'was'}, 'Unchanged: ', el('bdi', {}, plain.text)),
       answer.words && note(answer.words),
       answer.kind === 'token' && note(`Predicted at the last token, ${quoted(source.tokens[answer.at ?? 0])}, which the model can see.`),
+      answer.kind === 'seen' && note('A probe records what happens inside the model, not what it answers.'),
       answer.kind === 'translation' && note('and next:'), answer.top.length && bars(answer.top.slice(0, 4), plain?.top), words && !plain?.text && el('p', {class: 'was'}, words), more && note(more)).childNodes);
 }
 

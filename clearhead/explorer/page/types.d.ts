@@ -22,7 +22,7 @@ interface Answer {
 
 interface Side { tokens: string[]; ids: number[]; kind: 'tokens' | 'patches' | 'frames'; grid?: [number, number]; special: number[] }
 interface Guess { token?: string; label?: string; id: number; p: number }
-interface Result { kind: 'next' | 'classes' | 'mask' | 'token' | 'translation' | 'states'; top: Guess[]; text?: string; words?: string; at?: number }
+interface Result { kind: 'next' | 'classes' | 'mask' | 'token' | 'translation' | 'states' | 'seen'; top: Guess[]; text?: string; words?: string; at?: number }
 /** The answer to `read`: what the model was given, in tokens, and what it says. */
 interface Reading extends Answer {
   source: Side; target: Side | null; target_text: string | null; truncated: boolean; answer: Result; plain: Result | null;

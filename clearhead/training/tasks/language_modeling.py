@@ -16,7 +16,6 @@ from clearhead.data.text_preparation import prepare_texts
 from clearhead.data.token_store import Store
 from clearhead.data.windows import Windows, split_stream
 from clearhead.generation import generate
-from clearhead.generation.texts import piece_name
 from clearhead.inside import probe
 from clearhead.kernels.cross_entropy import IGNORED
 from clearhead.layers.masks import documents
@@ -145,7 +144,7 @@ class Language(WindowTask):
         assert isinstance(model, Decoder)
         tokens, _ = self.valid.batch(self.valid.in_order()[:1])
         tokens = tokens[:, : min(40, self.length)]
-        names = [piece_name(self.words, id) for id in tokens[0].tolist()]
+        names = self.words.names(tokens[0].tolist())
         layers = sorted({0, len(model.blocks) - 1})
         with probe(model, *(f"blocks.{i}.attention.weights" for i in layers)) as seen, torch.no_grad():
             model(tokens)

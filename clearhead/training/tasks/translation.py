@@ -16,7 +16,6 @@ from clearhead.data.text_preparation import prepare_pairs
 from clearhead.data.token_store import Store
 from clearhead.errors import ConfigError
 from clearhead.generation import translate
-from clearhead.generation.texts import piece_name
 from clearhead.inside import probe
 from clearhead.kernels.cross_entropy import IGNORED
 from clearhead.models import EncoderDecoder, Model
@@ -193,9 +192,7 @@ def draw_alignment(model: EncoderDecoder, tokenizer: Tokenizer, source: list[int
     with probe(model, site) as seen, torch.no_grad():
         model(torch.tensor([source]), torch.tensor([[start, *written]]))
     weights = seen[site][0].mean(0)
-    rows, columns = (
-        [piece_name(tokenizer, id) for id in ids] for ids in ([*written, *model.generation.eos[:1]], source)
-    )
+    rows, columns = (tokenizer.names(ids) for ids in ([*written, *model.generation.eos[:1]], source))
     return AttentionPicture("Where it looked while it wrote", rows, columns, weights)
 
 
