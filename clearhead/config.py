@@ -23,6 +23,13 @@ MOST = {
     **dict.fromkeys(("vocab_size", "source_vocab_size", "max_len", "max_source_len", "window"), 2**40),
     **dict.fromkeys(("rotary_original_len", "t5_max_distance"), 2**40),
 }
+# Other names of what some fields mean.
+KNOWN_AS = {
+    "swiglu": "write feedforward='silu', gated=True",
+    "geglu": "write feedforward='gelu', gated=True",
+    "reglu": "write feedforward='relu', gated=True",
+    "rope": "write positions='rotary'",
+}
 
 # Fields that a config fills in from the others.
 DERIVED = (
@@ -35,6 +42,7 @@ DERIVED = (
     "n_classes",
     "head",
     "attention_bias",
+    "problem",
 )
 
 
@@ -109,6 +117,8 @@ class Config:
     head_scale: bool = False  # states times 1 / sqrt(d_model) before the output projection (T5 with a tied head)
     n_classes: int = 0  # 0: the number of labels
     labels: tuple[str, ...] = ()  # the names of the classes, if they have names
+    # An input has one of the classes, or any number of them; or they are numbers. auto: one; a single class is a number.
+    problem: Literal["auto", "single_label", "multi_label", "regression"] = "auto"
     pool: Literal["first", "mean", "max"] = "first"
     pooler: bool = False  # BERT's dense + tanh on the pooled state
     pool_normed: bool = False  # the pooled state scaled to length 1 (sentence embeddings)
@@ -207,6 +217,8 @@ class Config:
         self._fill("n_classes", len(self.labels))
         if self.head == "auto":
             object.__setattr__(self, "head", "none" if self.shape == "encoder" else "tokens")
+        if self.problem == "auto" and self.head == "classes":
+            object.__setattr__(self, "problem", "single_label" if self.n_classes != 1 else "regression")
         if self.attention_bias == "auto":
             object.__setattr__(self, "attention_bias", "qkvo" if self.bias else "")
 
@@ -297,6 +309,8 @@ class Config:
             raise ConfigError(f"shape={self.shape!r} ends in head='tokens'; got head={self.head!r}; leave head out")
         if self.head == "classes" and self.n_classes < 1:
             raise ConfigError(f"head='classes' needs n_classes of at least 1; got {self.n_classes}; set n_classes")
+        if self.problem != "auto" and self.head != "classes":
+            raise ConfigError(f"problem={self.problem!r} is for head='classes'; got head={self.head!r}; leave it out")
         if self.labels and len(self.labels) != self.n_classes:
             raise ConfigError(
                 f"n_classes={self.n_classes}, but there are {len(self.labels)} labels: {', '.join(self.labels[:5])}; "
@@ -358,7 +372,9 @@ class Generation:
         int | None, ...
     ] = ()  # the tokens to write first, if there are several; None: a free choice (Whisper)
     forced_eos: int | None = None  # the last token of a text that reaches the length limit
-    max_length: int | None = None
+    max_length: int | None = (
+        None  # the most tokens of a text, prompt or start token included, if the caller does not say
+    )
     suppress: tuple[int, ...] = ()  # never written
     begin_suppress: tuple[int, ...] = ()  # never written first
 
@@ -384,7 +400,8 @@ def _check_types(config: Config) -> None:
         value = getattr(config, name)
         if get_origin(kind) is Literal:
             if value not in get_args(kind):
-                raise ConfigError(f"{name}={value!r} is not known; {did_you_mean(str(value), get_args(kind))}")
+                advice = KNOWN_AS.get(str(value).lower()) or did_you_mean(str(value), get_args(kind))
+                raise ConfigError(f"{name}={value!r} is not known; {advice}")
         elif kind is float:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(

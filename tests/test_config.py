@@ -202,3 +202,17 @@ def test_of_two_equally_near_divisors_the_smaller() -> None:
 def test_did_you_mean() -> None:
     assert did_you_mean("lama", ["gpt2", "llama"]) == "did you mean 'llama'?"
     assert did_you_mean("xyz", ["gpt2", "bert"]) == "choose one of: bert, gpt2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        (dict(feedforward="swiglu"), "write feedforward='silu', gated=True"),
+        (dict(feedforward="GEGLU"), "write feedforward='gelu', gated=True"),
+        (dict(positions="rope"), "write positions='rotary'"),
+        (dict(problem="regression"), "problem='regression' is for head='classes'"),
+    ],
+)
+def test_other_names_of_a_value(changes: dict[str, Any], advice: str) -> None:
+    with pytest.raises(ch.ConfigError, match=advice):
+        ch.Config(shape="decoder", d_model=8, n_layers=1, n_heads=1, vocab_size=7, max_len=5, **changes)

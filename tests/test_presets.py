@@ -153,3 +153,11 @@ def test_an_unknown_preset_is_named_with_the_nearest() -> None:
         ch.preset("lama-7b")
     with pytest.raises(ch.ConfigError, match=r"no preset '%%%'; choose one of: .*gpt2.*whisper-tiny"):
         ch.preset("%%%")
+
+
+@pytest.mark.parametrize("name", ["bart-base", "gptj", "gpt-neo-1.3b", "roberta-base"])
+def test_a_family_that_is_not_here_is_no_slip(name: str) -> None:
+    with pytest.raises(ch.ConfigError, match=f"there is no preset '{name}': its family is none of original, gpt2"):
+        ch.preset(name)
+    with pytest.raises(ch.ConfigError, match="did you mean 'bert-base'"):
+        ch.preset("bert-bas")

@@ -60,6 +60,12 @@ def load(
     """
     if quantize not in (None, "int8", "int4"):
         raise InputError(f"quantize={quantize!r} is not known; {did_you_mean(quantize, ['int8', 'int4'])}")
+    try:
+        target = torch.device(device or "cpu")
+    except RuntimeError:
+        raise InputError(
+            f"device={device!r} is no device of torch's; pass one such as 'cpu', 'cuda' or 'mps'"
+        ) from None
     checkpoint = open_checkpoint(Path(path) if Path(path).exists() else download(str(path)))
     if checkpoint.note:
         warnings.warn(checkpoint.note, stacklevel=3)
@@ -77,7 +83,7 @@ def load(
         unused=checkpoint.unused + checkpoint.extras,
     )
     # Memory is taken only now, after all names and shapes have been checked.
-    assign_weights(model, pairings, checkpoint.weights, torch.device(device or "cpu"))
+    assign_weights(model, pairings, checkpoint.weights, target)
     model.generation = checkpoint.generation
     left = checkpoint.weights.shapes.keys() - {pairing.key for pairing in pairings}
     model.extras = {key: checkpoint.weights.read(key) for key in sorted(left) if matches_any(key, checkpoint.extras)}

@@ -27,7 +27,7 @@ SIDE_FILES: dict[str, dict[str, tuple[Any, ...] | None]] = {
         "truncate_dim": (),
     },
     "sentence_bert_config.json": {
-        "max_seq_length": ANY,  # read by `clearhead embed`
+        "max_seq_length": ANY,  # `max_text_length`
         "do_lower_case": (False,),
         "transformer_task": ("feature-extraction",),
         "modality_config": ({"text": {"method": "forward", "method_output_name": "last_hidden_state"}},),
@@ -47,6 +47,13 @@ def read_modules(folder: Path) -> dict[str, Any]:
     if not isinstance(listed, list) or not all(isinstance(module, dict) for module in listed):
         raise CheckpointError(f"{file} is no list of modules; fetch it again")
     return {"modules": [_read_module(folder, module) for module in listed]}
+
+
+def max_text_length(folder: Path, max_len: int) -> int:
+    """The longest text to embed, in tokens: the length in training, if sentence_bert_config.json has it, else the model's."""
+    file = folder / "sentence_bert_config.json"
+    limit = read_json(file).get("max_seq_length") if file.is_file() else None
+    return min(limit, max_len) if isinstance(limit, int) and limit > 0 else max_len
 
 
 def check_side_file(folder: Path, name: str) -> None:

@@ -28,6 +28,7 @@ from clearhead.cli import (
     transcribe,
     translate,
 )
+from clearhead.cli.option_names import spell_options
 from clearhead.errors import ClearheadError
 from clearhead.version import __version__
 
@@ -81,7 +82,7 @@ def main() -> None:
     except ClearheadError as error:
         if os.environ.get("CLEARHEAD_DEBUG"):
             raise
-        print(f"clearhead: {error}", file=sys.stderr)
+        print(f"clearhead: {spell_options(str(error), app)}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("clearhead: stopped", file=sys.stderr)

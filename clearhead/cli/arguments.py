@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 ModelName = Annotated[
     str, typer.Argument(metavar="MODEL", help="A model's folder or file, or its name on the hub (hf:owner/name).")
 ]
-LineFile = Annotated[str, typer.Argument(metavar="FILE", help="A file with one text a line; - reads standard input.")]
+LineFile = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE", help="A file with one text a line, or a table (.csv, .tsv, .jsonl); - reads standard input."
+    ),
+]
 Beams = Annotated[int, typer.Option(min=1, help="Texts kept at each step; 1 is greedy.")]
 Truncate = Annotated[
     bool, typer.Option("--truncate", help="Cut a text that is too long at its end. Without it, that is an error.")
@@ -158,10 +163,11 @@ def read_lines(name: str) -> list[str]:
     return lines
 
 
-def read_texts(name: str, column: str | None = None) -> list[str]:
+def read_texts(name: str, column: str | None = None, columns: tuple[str, str] = ("text", "label")) -> list[str]:
     """The texts of a file: its lines, or of a table (.csv, .tsv, .jsonl, .parquet) the column of texts, as `evaluate` reads it.
 
-    Without `column` it is "text", beside a column "label" that is not needed; without a header the first of two, or the only one.
+    Without `column` it is the first of `columns`, beside the second, which is not needed; without a header the first of two, or the
+    only one.
     """
     from clearhead.data.corpora import expand_files, read_labelled
     from clearhead.data.corpus_files import find_kind
@@ -173,10 +179,10 @@ def read_texts(name: str, column: str | None = None) -> list[str]:
     if column is not None:
         return _read_column(path, column)
     try:
-        return [text for text, _ in read_labelled(path, policy=Policy(empty="keep"))]
+        return [text for text, _ in read_labelled(path, columns=columns, policy=Policy(empty="keep"))]
     except InputError as error:
         try:  # a table of texts without labels
-            return _read_column(path, "text")
+            return _read_column(path, columns[0])
         except InputError:
             reason = str(error).partition("; name the columns")[0]
             raise InputError(f"{reason}; name the column of the texts with --column") from None

@@ -19,14 +19,12 @@ from clearhead.cli.arguments import (
     read_texts,
 )
 from clearhead.cli.console import track
-from clearhead.errors import CheckpointError, InputError, did_you_mean
+from clearhead.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from clearhead.models import Encoder
-
-PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
 
 Batch = tuple[list[str], "Tensor", "Tensor | None"]  # the texts or file names, the model's input, and its mask
 
@@ -60,7 +58,6 @@ def run(
             f"classify takes a model that ends in classes; {model!r} has shape={encoder.config.shape!r}, "
             f"head={encoder.config.head!r}; take one for sequence or picture classification"
         )
-    kind = find_problem_type(path, encoder.config.n_classes)
     if encoder.config.inputs == "patches":
         if column is not None or truncate:
             raise InputError(f"{model!r} classifies pictures; --column and --truncate are for texts; leave them out")
@@ -73,29 +70,15 @@ def run(
     for names, inputs, mask in track(batches, "classifying", -(-count // batch), printing=True):
         with torch.no_grad():
             logits = encoder(inputs.to(device), mask if mask is None else mask.to(device))
-        print_classes(names, logits, encoder, top, kind)
+        print_classes(names, logits, encoder, top)
 
 
-def find_problem_type(path: Path, n_classes: int) -> str:
-    """What the outputs mean, as config.json says: one class of several, any number of them, or numbers."""
-    from clearhead.checkpoint.weight_files import read_json
-
-    file = path / "config.json"
-    # Without the field, a model with one class is a regression: a softmax of its output would always be 1.
-    kind = (read_json(file).get("problem_type") if file.is_file() else None) or PROBLEM_TYPES[0 if n_classes > 1 else 2]
-    if kind not in PROBLEM_TYPES:
-        raise CheckpointError(
-            f"config.json's problem_type={kind!r} is not known; {did_you_mean(str(kind), PROBLEM_TYPES)}"
-        )
-    return kind
-
-
-def print_classes(names: list[str], logits: Tensor, model: Encoder, top: int, kind: str) -> None:
+def print_classes(names: list[str], logits: Tensor, model: Encoder, top: int) -> None:
     """A line for each input: its `top` classes with their probabilities, and its name."""
     labels = model.config.labels or [str(i) for i in range(model.config.n_classes)]
-    if kind == "single_label_classification":
+    if model.config.problem == "single_label":
         logits = logits.softmax(-1)
-    elif kind == "multi_label_classification":  # each class by itself: the probabilities do not add up to 1
+    elif model.config.problem == "multi_label":  # each class by itself: the probabilities do not add up to 1
         logits = logits.sigmoid()
     best = logits.topk(min(top, len(labels)), -1)
     for name, values, indices in zip(names, best.values.tolist(), best.indices.tolist(), strict=True):

@@ -25,8 +25,6 @@ from clearhead.errors import InputError
 if TYPE_CHECKING:
     import numpy as np
 
-    from clearhead.models import Encoder
-
 Pool = Literal["model", "mean", "first"]
 
 
@@ -56,6 +54,7 @@ def run(
     import torch
 
     from clearhead.checkpoint import load
+    from clearhead.checkpoint.sentence_transformers import max_text_length
     from clearhead.data import load_tokenizer
     from clearhead.generation.embeddings import embed
     from clearhead.models import Encoder
@@ -67,21 +66,12 @@ def run(
             f"embed takes an encoder of texts; {model!r} has shape={encoder.config.shape!r}, "
             f"inputs={encoder.config.inputs!r}; take a BERT, a MiniLM or an ESM"
         )
-    max_len = find_max_len(path, encoder)
+    max_len = max_text_length(path, encoder.config.max_len)
     tokenizer = load_tokenizer(path)
     vectors = embed(
         encoder, tokenizer, lines, max_len=max_len, pool=pool, truncate=truncate, tokens=tokens, follow=track
     )
     write_vectors(vectors, out)
-
-
-def find_max_len(path: Path, model: Encoder) -> int:
-    """The longest text, in tokens: the length in training, if sentence_bert_config.json has it, else the model's max_len."""
-    from clearhead.checkpoint.weight_files import read_json
-
-    file = path / "sentence_bert_config.json"
-    limit = read_json(file).get("max_seq_length") if file.is_file() else None
-    return min(limit, model.config.max_len) if isinstance(limit, int) and limit > 0 else model.config.max_len
 
 
 def write_vectors(vectors: np.ndarray, out: Path | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -69,6 +70,12 @@ def run(
     truncate: Annotated[
         Literal["left"] | None, typer.Option(help="Cut a prompt that is too long at its start. Without: an error.")
     ] = None,
+    slide: Annotated[
+        bool,
+        typer.Option(
+            "--slide", help="Write past the model's length: when it is full, go on from the text's last half."
+        ),
+    ] = False,
     scores: Annotated[
         bool, typer.Option("--scores", help="Print a line for each token instead, with its probability.")
     ] = False,
@@ -83,6 +90,8 @@ def run(
         raise InputError(f"--chat asks for your lines one by one; got the prompt {prompt!r:.40}; leave one of them out")
     if system is not None and not chat:
         raise InputError(f"--system {system!r:.40} is of a conversation, and this is none; add --chat, or leave it out")
+    if slide:
+        refuse_beside_slide(chat=chat, truncate=truncate, regex=regex, json_schema=json_schema, choice=choice)
     schema = None if json_schema is None else read_schema(json_schema)
     text = "" if chat else read_text(prompt)
     options: dict[str, Any] = dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
@@ -95,8 +104,20 @@ def run(
     writer = make_writer(model, find_device(device), quantize, options, stop or [], constraints)
     if chat:
         run_chat(writer, system)
+    elif slide:
+        writer.write_sliding(writer.tokenizer.encode(text), shown="" if writer.scored else text)
     else:
         writer.write(writer.tokenizer.encode(text), shown="" if writer.scored else text)
+
+
+def refuse_beside_slide(**others: Any) -> None:
+    """Refuse what does not go with a text of several windows."""
+    for name, value in others.items():
+        if value:
+            raise InputError(
+                f"--slide is for plain texts, in which each window forgets the one before; got --{name.replace('_', '-')}; leave "
+                f"one of them out"
+            )
 
 
 def check_sampling(options: dict[str, Any]) -> None:
@@ -170,34 +191,59 @@ class TextWriter:
         stops = self.options["stop"]
         # An answer is a text of its own; otherwise the text continues the prompt.
         stream = StoppingStream(self.tokenizer, stops) if in_chat else stream_of(request, self.tokenizer, stops)
-        written, tokens = "", list["Token"]()
+        written: list[str] = []
+        try:
+            self._print(follow(self._engine, ticket, stream), shown, written)
+        except KeyboardInterrupt:
+            self._engine = None  # it may have been interrupted in the middle of a step
+            if not (in_chat and sys.stdin.isatty()):
+                raise
+        if ticket.reason == "length":
+            self._explain_end(limit, asked=asked is not None)
+        return "".join(written)
+
+    def write_sliding(self, ids: list[int], shown: str) -> None:
+        """Continue these ids, past the model's length if need be, and print the text."""
+        from clearhead.generation.sliding import slide
+        from clearhead.generation.texts import StoppingStream
+
+        options: dict[str, Any] = {name: value for name, value in self.options.items() if name != "truncate"}
+        options["max_new_tokens"] = options["max_new_tokens"] or DEFAULT_LIMIT
+        stream, n_slides = StoppingStream(self.tokenizer, options["stop"], after=ids), 0
+
+        def say(n_seen: int) -> None:
+            nonlocal n_slides
+            n_slides += 1
+            if n_slides == 1:
+                longest = self.model.config.max_len
+                words = f"the text slides: the model reads {longest} tokens, and goes on from the last {n_seen} of them"
+                typer.echo(f"\nclearhead: {words} each time they are full", err=True)
+
+        self._print(slide(self.model, self.tokenizer, ids, stream, at_slide=say, **options), shown, [])
+
+    def _print(self, pieces: Iterable[tuple[Token | None, str]], shown: str, written: list[str]) -> None:
+        """Print a text piece by piece, or a line for each token; the pieces are appended to `written`."""
+        tokens = list["Token"]()
         typer.echo(shown, nl=False)
         try:
-            for token, piece in follow(self._engine, ticket, stream):
-                written += piece
+            for token, piece in pieces:
+                written.append(piece)
                 if not self.scored:
                     typer.echo(piece, nl=False)
                 elif token is not None:
                     self._print_token(token, is_first=not tokens)
                     tokens.append(token)
                 sys.stdout.flush()
-        except KeyboardInterrupt:
-            self._engine = None  # it may have been interrupted in the middle of a step
-            if not (in_chat and sys.stdin.isatty()):
-                raise
         finally:  # end the line, however the text ended
             if not self.scored:
                 typer.echo()
             elif tokens:
                 typer.echo(spell_total(tokens))
-        sys.stdout.flush()
-        if ticket.reason == "length":
-            self._explain_end(limit, asked=asked is not None)
-        return written
+            sys.stdout.flush()
 
     def _default_limit(self, n_prompt: int) -> int:
         """How many tokens to write if the user did not say: what fits after the prompt, or after half of a prompt that is cut."""
-        longest = self.model.config.max_len
+        longest = min(self.model.config.max_len, self.model.generation.max_length or self.model.config.max_len)
         room = longest - n_prompt
         if room < 1 and self.options["truncate"] is not None:
             room = longest // 2
@@ -207,7 +253,10 @@ class TextWriter:
         """Say on standard error that a text was cut, where the user did not ask for so few tokens."""
         if not asked and limit < DEFAULT_LIMIT:
             full = f"where the model's max_len={self.model.config.max_len} is full"
-            typer.echo(f"clearhead: ended after {limit} tokens, {full}; a shorter prompt leaves more room", err=True)
+            typer.echo(
+                f"clearhead: ended after {limit} tokens, {full}; a shorter prompt leaves more room, and --slide goes on",
+                err=True,
+            )
         elif self.grammar is not None:
             typer.echo(f"clearhead: cut after {limit} tokens, before the text was complete; raise -n", err=True)
 

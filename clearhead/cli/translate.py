@@ -20,7 +20,7 @@ from clearhead.cli.arguments import (
     find_model,
     load_model,
     load_tokenizer_of,
-    read_lines,
+    read_texts,
 )
 from clearhead.cli.console import track, wide_console
 from clearhead.errors import InputError
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from clearhead.models import EncoderDecoder
 
 BATCH_TOKENS = 65_536  # tokens of sources and beams that are held at once
+SourceColumn = Annotated[
+    str | None, typer.Option(help="The column of the sources, where FILE is a table. Without: source.", metavar="NAME")
+]
 
 
 def run(
@@ -45,11 +48,15 @@ def run(
     ] = None,
     length_penalty: Annotated[float, typer.Option(help="Above 0 favours long texts; 0 ignores the length.")] = 1.0,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="The longest output. Without it: 20 more than twice the source.")
+        int | None,
+        typer.Option(
+            min=1, help="The longest output. Without it: 20 more than twice the source, or what the model allows."
+        ),
     ] = None,
     truncate: Annotated[
         Literal["right"] | None, typer.Option(help="Cut a source that is too long at its end. Without: an error.")
     ] = None,
+    column: SourceColumn = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -61,23 +68,20 @@ def run(
 ) -> None:
     """Translate each line, in order, to standard output; an empty line stays empty."""
     check_options(beams, n_best, trace)
-    lines = read_lines(file)
+    lines = read_texts(file, column, ("source", "target"))
     from clearhead.generation import Request
+    from clearhead.generation.decoding import default_limit
     from clearhead.generation.engines import make_engine
     from clearhead.generation.texts import in_order
 
     path = find_model(model)
     translator = load_translator(model, path, find_device(device), quantize, max_new_tokens)
-    config, tokenizer = translator.config, load_tokenizer_of(path)
+    tokenizer = load_tokenizer_of(path)
     options: dict[str, Any] = dict(beams=beams, length_penalty=length_penalty, n_best=n_best or 1)
     options |= dict(scored=n_best is not None, trace=trace is not None)
-    sources = [
-        encode(tokenizer, line, number, config.max_source_len, cut=truncate is not None)
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
+    sources = encode_all(tokenizer, lines, translator.config.max_source_len, cut=truncate is not None)
     requests = [
-        Request(source=ids, max_new_tokens=max_new_tokens or min(2 * len(ids) + 20, config.max_len), **options)
+        Request(source=ids, max_new_tokens=max_new_tokens or default_limit(translator, len(ids)), **options)
         for ids in sources
     ]
     tickets = in_order(make_engine(translator, requests, BATCH_TOKENS), requests)
@@ -141,6 +145,11 @@ def write_traces(traces: list[dict[str, Any]], file: Path, model: str) -> None:
     console.print(f"\nHow line {first['line']} was found", style="bold")
     console.print(draw_trace(first))
     console.print(f"{len(traces)} searches in {file}" if len(traces) > 1 else f"the search is in {file}", style="dim")
+
+
+def encode_all(tokenizer: Tokenizer, lines: Sequence[str], max_len: int, *, cut: bool) -> list[list[int]]:
+    """The ids of all lines that are not empty."""
+    return [encode(tokenizer, line, number, max_len, cut=cut) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def encode(tokenizer: Tokenizer, line: str, number: int, max_len: int, *, cut: bool) -> list[int]:

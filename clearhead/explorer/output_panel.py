@@ -77,9 +77,11 @@ def output_of(passes: ForwardPasses, forward: ForwardPass) -> dict[str, Any]:
         assert isinstance(model, Encoder)
         assert model.head is not None
         scores = model.head(model.pooled(forward.states, forward.source.real))[0].float()
-        if len(scores) == 1:  # a regression model: its number, no probability
-            return {"kind": "classes", "top": [{"label": labels_of(passes)[0], "id": 0, "p": float(scores[0])}]}
-        return {"kind": "classes", "top": top_of(passes, scores.softmax(-1), TOP)}
+        if config.problem == "single_label":
+            scores = scores.softmax(-1)
+        elif config.problem == "multi_label":  # each class by itself
+            scores = scores.sigmoid()
+        return {"kind": "classes", "top": top_of(passes, scores, TOP)}  # of a regression numbers, no probabilities
     at = answer_position(passes, forward)
     logits = model.project(forward.states[:, at : at + 1])[0, 0].float()
     top = {"top": top_of(passes, logits.softmax(-1), TOP)}

@@ -34,6 +34,13 @@ FAMILIES = {
     "whisper": whisper,
 }
 
+# Well-known families that are not here, though the name of one that is may be near.
+OTHERS = (
+    *("albert", "bart", "bloom", "camembert", "codegen", "deberta", "deepseek", "distil", "electra", "falcon", "gemma"),
+    *("gpt-j", "gptj", "gpt-neo", "gptneo", "longformer", "mbart", "mixtral", "mpt", "mt5", "nllb", "opt-", "pegasus"),
+    *("phi-", "phi2", "phi3", "pythia", "roberta", "swin", "xlm", "xlnet"),
+)
+
 
 def family_of(model_type: str) -> str | None:
     """The name of the family that reads this `model_type`, if there is one."""
@@ -50,4 +57,8 @@ def preset(name: str, **changes: Any) -> Config:
     for family, module in FAMILIES.items():
         if name in module.SIZES:
             return Config.from_dict({"family": family, **module.BASE, **module.SIZES[name], **changes})
+    if name.lower().startswith(OTHERS):  # no slip of the hand: BART is no BERT
+        raise ConfigError(
+            f"there is no preset {name!r}: its family is none of {', '.join(FAMILIES)}; `clearhead presets` lists all sizes"
+        )
     raise ConfigError(f"there is no preset {name!r}; {did_you_mean(name, presets())}")

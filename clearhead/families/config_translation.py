@@ -134,19 +134,36 @@ def write_activation(config: Config) -> str:
     return {"gelu_tanh": "gelu_new", "silu": "silu", "relu2": "relu2"}.get(config.feedforward, config.feedforward)
 
 
+PROBLEMS = {
+    "single_label_classification": "single_label",
+    "multi_label_classification": "multi_label",
+    "regression": "regression",
+}
+
+
 def labels(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The number of classes, and their names unless they are the default LABEL_0, LABEL_1 ..."""
+    """The number of classes, their names unless they are the default LABEL_0, LABEL_1 ..., and what they mean."""
     named: Mapping[str, str] = theirs.get("id2label") or {}
     n_classes = theirs.get("num_labels") or len(named) or 2
     plain = n_classes != len(named) or all(name == f"LABEL_{i}" for i, name in named.items())
-    return dict(n_classes=n_classes, labels=() if plain else tuple(named.get(str(i), "") for i in range(n_classes)))
+    problem = theirs.get("problem_type")
+    if problem is not None and problem not in PROBLEMS:
+        raise CheckpointError(
+            f"config.json's problem_type={problem!r} is not known; {did_you_mean(str(problem), PROBLEMS)}"
+        )
+    return dict(
+        n_classes=n_classes,
+        labels=() if plain else tuple(named.get(str(i), "") for i in range(n_classes)),
+        problem="auto" if problem is None else PROBLEMS[problem],
+    )
 
 
 def write_labels(config: Config) -> dict[str, Any]:
     if config.head != "classes":
         return {}
     names = config.labels or [f"LABEL_{i}" for i in range(config.n_classes)]
-    return dict(id2label={str(i): name for i, name in enumerate(names)}, label2id={n: i for i, n in enumerate(names)})
+    ids = dict(id2label={str(i): name for i, name in enumerate(names)}, label2id={n: i for i, n in enumerate(names)})
+    return dict(**ids, problem_type=next(theirs for theirs, ours in PROBLEMS.items() if ours == config.problem))
 
 
 def pooling(theirs: Mapping[str, Any]) -> dict[str, Any]:

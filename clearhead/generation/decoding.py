@@ -50,7 +50,7 @@ def generate(
     """
     check_shape(model, "decoder")
     check_at_least(max_new_tokens, 1, "max_new_tokens")
-    strategy = Strategy.of(options)
+    strategy = Strategy.of(options, generate)
     rows = check_rows(prompts, model.config.vocab_size, "prompt")
     seeds = [seed + place for place in range(len(rows))] if isinstance(seed, int) else list(seed)
     if len(seeds) != len(rows) or not all(-(2**63) <= each < 2**63 for each in seeds):
@@ -82,7 +82,7 @@ def stream(
     """One prompt's new ids, each as soon as it is sampled: the same ids as `generate`, with the same options."""
     check_shape(model, "decoder")
     row = check_rows([prompt], model.config.vocab_size, "prompt")[0]
-    common: dict[str, Any] = dict(strategy=Strategy.of(options), eos=eos, stop=stop, grammar=grammar)
+    common: dict[str, Any] = dict(strategy=Strategy.of(options, stream), eos=eos, stop=stop, grammar=grammar)
     request = Request(prompt=row, max_new_tokens=max_new_tokens, seed=seed, **common)
     engine = make_engine(model, [request])
     return _follow(engine, engine.submit(request))
@@ -127,7 +127,8 @@ def translate(
     log-probabilities / length**length_penalty; the end token counts in both. A search stops when no running beam, at its present
     length, beats the worst of `beams` finished texts; with `early_stopping=True`, as soon as there are so many finished texts;
     with "never", when no beam could win at any length. Without `max_new_tokens` the limit is 2 tokens for each source token,
-    plus 20. Further options are the fields of `Strategy` that do not sample: repetition_penalty, presence_penalty,
+    plus 20, or less if the checkpoint has a `max_length`. Further options are the fields of `Strategy` that do not sample:
+    repetition_penalty, presence_penalty,
     frequency_penalty, no_repeat_ngram, logit_bias, suppress, min_new_tokens. `batch_tokens` bounds the tokens in the KV cache,
     of sources and beams.
     """
@@ -137,7 +138,7 @@ def translate(
             raise InputError(
                 f"beam search takes the likeliest and draws nothing; got {name}={options[name]}; leave it out"
             )
-    strategy = Strategy.of(options)
+    strategy = Strategy.of(options, translate)
     check_at_least(beams, 1, "beams")
     check_at_least(n_best, 1, "n_best")
     if n_best > (beams if return_scores else 1):
@@ -190,6 +191,15 @@ def check_shape(model: nn.Module, shape: str) -> None:
         )
 
 
+def default_limit(model: EncoderDecoder, n_source: int) -> int:
+    """The most tokens that a text may have where the caller does not say: 2 for each of the source, plus 20; what the checkpoint
+    allows (`max_length`, in which the start token counts)."""
+    longest = model.config.max_len
+    if model.generation.max_length is not None:
+        longest = min(longest, max(model.generation.max_length - 1, 1))
+    return min(2 * n_source + 20, longest)
+
+
 def _limit(source: list[int], place: int, max_new_tokens: int | None, model: EncoderDecoder) -> int:
     """The most tokens that a source's text may have."""
     max_len, max_source_len = model.config.max_len, model.config.max_source_len
@@ -199,7 +209,7 @@ def _limit(source: list[int], place: int, max_new_tokens: int | None, model: Enc
             f"{'shorten or split it' if source else 'give at least one, such as the eos id'}"
         )
     if max_new_tokens is None:
-        return min(2 * len(source) + 20, max_len)
+        return default_limit(model, len(source))
     check_at_least(max_new_tokens, 1, "max_new_tokens")
     if max_new_tokens > max_len:
         raise InputError(f"max_new_tokens={max_new_tokens} is more than the model's max_len={max_len}; lower it")

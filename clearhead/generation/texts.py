@@ -107,7 +107,7 @@ def make_request(
         prompt=fit(ids, model, max_new_tokens, truncate),
         max_new_tokens=max_new_tokens,
         seed=seed,
-        strategy=Strategy.of(options),
+        strategy=Strategy.of(options, make_request),
         stop=[[tokenizer.vocab[text]] for text in check_stops(stop, tokenizer) if is_special(text, tokenizer)],
         grammar=grammar,
         scored=scored,
@@ -130,7 +130,7 @@ def fit(ids: list[int], model: Decoder, max_new_tokens: int, truncate: str | Non
     if truncate is None:
         raise InputError(
             f"the prompt has {len(ids)} tokens, but with max_new_tokens={max_new_tokens} the model's "
-            f"max_len={model.config.max_len} leaves room for {room}; shorten it, ask for fewer, or cut its start: truncate left"
+            f"max_len={model.config.max_len} leaves room for {room}; shorten it, ask for fewer, or cut its start: truncate='left'"
         )
     start = ids[:1] if ids[0] == model.generation.bos else []
     return [*start, *ids[len(ids) - room + len(start) :]]
@@ -230,10 +230,12 @@ def _is_text(tokenizer: Tokenizer, id: int) -> bool:
     return bool(text.strip()) and "\ufffd" not in text and not BYTE_PIECE.fullmatch(tokenizer.token(id))
 
 
-def follow(engine: Engine, ticket: Ticket, stream: StoppingStream) -> Iterator[tuple[Token | None, str]]:
+def follow(
+    engine: Engine, ticket: Ticket, stream: StoppingStream, *, ends: bool = True
+) -> Iterator[tuple[Token | None, str]]:
     """Each new token of the engine's only request, with the text that is then certain; last, None with the rest of the text.
 
-    Closing the generator cancels the request.
+    Closing the generator cancels the request. With `ends=False` the text goes on in another request: the rest stays in the stream.
     """
     step = eval_step(engine)
     try:
@@ -244,7 +246,8 @@ def follow(engine: Engine, ticket: Ticket, stream: StoppingStream) -> Iterator[t
             if stream.stop is not None:
                 return
         raise_failure(ticket)
-        yield None, stream.finish()
+        if ends:
+            yield None, stream.finish()
     finally:
         engine.cancel(ticket)
 

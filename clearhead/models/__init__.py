@@ -32,6 +32,8 @@ def build(
     `device="meta"` builds without memory: every shape is there, no number is.
     """
     check_config(config)
+    if not isinstance(dtype, torch.dtype | None):  # pyright: ignore[reportUnnecessaryIsInstance] - not every caller has types
+        raise ConfigError(f"dtype={dtype!r} is a {type(dtype).__name__}; pass one of torch's, such as torch.float32")
     shapes = {"decoder": Decoder, "encoder": Encoder, "encoder-decoder": EncoderDecoder}
     # Nothing is filled twice, and a model too large fails before memory is touched.
     with torch.device("meta"), Undrawn():

@@ -7,8 +7,9 @@ gives the same text whatever else is in the batch, as far as its logits do (docs
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -93,12 +94,19 @@ class Strategy:
             raise InputError(f"a logit_bias is a number, or -inf; got {dict(self.logit_bias)}; 5 makes a token likely")
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Strategy:
-        """The strategy with these fields; an unknown name is an error that suggests the nearest."""
+    def of(cls, options: Mapping[str, Any], function: Callable[..., Any] | None = None) -> Strategy:
+        """The strategy with these fields; an unknown name is an error that suggests the nearest.
+
+        `function` was called with them; its own options are suggested, too.
+        """
         known = [each.name for each in fields(cls)]
         for name in options:
             if name not in known:
-                raise InputError(f"there is no option {name!r} (value {options[name]!r}); {did_you_mean(name, known)}")
+                own = signature(function).parameters if function is not None else {}
+                choices = [*known, *(each for each in own if own[each].kind is Parameter.KEYWORD_ONLY)]
+                raise InputError(
+                    f"there is no option {name!r} (value {options[name]!r}); {did_you_mean(name, choices)}"
+                )
         return cls(**options)
 
     def choose(self, logits: Logits, seeds: Int[Tensor, " B"], steps: Int[Tensor, " B"]) -> Int[Tensor, " B"]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter
 
+from clearhead.checkpoint.sentence_transformers import max_text_length
 from clearhead.errors import InputError
 from clearhead.generation.embeddings import embed_ids
 from clearhead.models import Encoder
@@ -46,6 +47,8 @@ def embed_texts(worker: ModelWorker, texts: list[str]) -> tuple[np.ndarray, int]
     for at, text in enumerate(texts):
         check_characters(worker, len(text), f"input {at}")
     ids, most = tokenizer.encode_all(texts), model.config.max_len
+    if worker.path is not None:
+        most = max_text_length(worker.path, most)
     for at, row in enumerate(ids):
         if not row:
             raise InputError(f"input {at} holds no token; got {texts[at]!r:.40}; leave it out")

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 
 from clearhead.engine.request import start_token
 from clearhead.generation import Request as GenerationRequest
+from clearhead.generation.decoding import default_limit
 from clearhead.inside import probe
 from clearhead.models import EncoderDecoder
 from clearhead.quantization.model_weights import example_weight
@@ -47,7 +48,8 @@ def translation_request(worker: ModelWorker, body: Translation, text: str) -> Ge
     check_characters(worker, len(text), "the input")
     ids = tokenizer.encode(text)
     ids = ids if tokenizer.eos is None or ids[-1:] == [tokenizer.eos] else [*ids, tokenizer.eos]
-    most = body.max_tokens or min(2 * len(ids) + 20, worker.model.config.max_len)
+    assert isinstance(worker.model, EncoderDecoder)
+    most = body.max_tokens or default_limit(worker.model, len(ids))
     options: dict[str, Any] = dict(beams=body.beams, n_best=body.n_best, length_penalty=body.length_penalty)
     return GenerationRequest(source=ids, max_new_tokens=most, scored=True, **options)
 

@@ -110,6 +110,8 @@ def _changed(facts: dict[str, Any], config: Config) -> dict[str, Any]:
     changed: dict[str, Any] = {}
     for name, value in facts.items():
         assert name in names, name
+        if name == "head":
+            changed["problem"] = "auto"  # the checkpoint's labels may have had another meaning
         if name in ("head", "n_classes", "labels", "tie_embeddings", "head_transform", "head_bias"):
             changed[name] = value
             if name == "head" and value != "tokens":  # only a head over the vocabulary has these

@@ -62,7 +62,7 @@ def run_lock(folder: Path, processes: Processes) -> Generator[None]:
     try:
         if processes.any(is_taken):
             raise InputError(
-                f"{folder} is in use: another process trains in it now; wait until it ends, or choose another folder with --out"
+                f"{folder} is in use: another process trains in it now; wait until it ends, or choose another with out=FOLDER"
             )
         yield
     finally:
@@ -112,14 +112,14 @@ def open_folder(path: Path, recipe: Recipe, *, resume: bool, device: torch.devic
     """Make the folder, or check that it holds this run. Called before any work that could be lost."""
     file = path / "recipe.toml"
     if path.exists() and not path.is_dir():
-        raise InputError(f"{path} is a file; choose another folder with --out")
+        raise InputError(f"{path} is a file; choose another folder with out=FOLDER")
     if file.exists() and not resume and has_begun(path):
         raise InputError(
-            f"{path} already holds a run; go on with it: clearhead train --resume {path}, or choose another folder with --out"
+            f"{path} already holds a run; go on with it: clearhead train --resume {path}, or choose another folder with out=FOLDER"
         )
     # Hidden files are left by a kill before the recipe was written.
     if path.exists() and not file.exists() and any(not each.name.startswith(".") for each in path.iterdir()):
-        raise InputError(f"{path} is not empty and holds no run; choose another folder with --out")
+        raise InputError(f"{path} is not empty and holds no run; choose another folder with out=FOLDER")
     try:
         path.mkdir(parents=True, exist_ok=True)
         clear_leftovers(path)
@@ -131,7 +131,7 @@ def open_folder(path: Path, recipe: Recipe, *, resume: bool, device: torch.devic
         write_text(path / "environment.json", json.dumps(environment(device), indent=2) + "\n")
     except OSError as error:
         raise CheckpointError(
-            f"{path} can not be written to ({error.strerror or error}); choose another folder with --out"
+            f"{path} can not be written to ({error.strerror or error}); choose another folder with out=FOLDER"
         ) from None
 
 
@@ -166,7 +166,7 @@ def check_space(path: Path, nbytes: int) -> None:
     if free < nbytes:
         raise CheckpointError(
             f"{path} has {free / 1e9:.2f} GB free, but this run's checkpoints need {nbytes / 1e9:.2f} GB; make room, or "
-            f"choose another disk with --out"
+            f"choose another disk with out=FOLDER"
         )
 
 

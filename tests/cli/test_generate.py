@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
@@ -60,7 +61,7 @@ def test_a_stop_ends_the_text_before_it(tmp_path: Path) -> None:
 def test_a_prompt_that_is_too_long(tmp_path: Path) -> None:
     model, tokenizer = make(tmp_path, "gpt2")
     long = "the cat " * 40
-    with pytest.raises(InputError, match=r"has \d+ tokens, but .*max_len=61 leaves room for 50; .*truncate left"):
+    with pytest.raises(InputError, match=r"has \d+ tokens, but .*max_len=61 leaves room for 50; .*truncate='left'"):
         run("generate", str(tmp_path), long, "-n", "11")
     wanted = ch.generate(model, [tokenizer.encode(long)[-50:]], max_new_tokens=11)[0]
     text = run("generate", str(tmp_path), long, "-n", "11", "--temperature", "0", "--truncate", "left")
@@ -75,12 +76,95 @@ def test_by_default_the_text_fits_the_model(tmp_path: Path) -> None:
     text = run("generate", str(tmp_path), "the cat", "--temperature", "0")
     assert text.startswith(f"the cat{wanted}\n")
     assert f"ended after {61 - len(ids)} tokens, where the model's max_len=61 is full" in text
+    assert "--slide goes on" in text
     long = "the cat " * 40
-    with pytest.raises(InputError, match=r"has \d+ tokens, but .*truncate left"):
+    with pytest.raises(InputError, match=r"has \d+ tokens, but .*truncate='left'"):
         run("generate", str(tmp_path), long)
     cut = ch.generate(model, [tokenizer.encode(long)[-31:]], max_new_tokens=30)[0]
     text = run("generate", str(tmp_path), long, "--temperature", "0", "--truncate", "left")
     assert text.startswith(f"{long}{tokenizer.decode(cut)}\n")
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "llama-7b"])
+def test_a_text_slides_past_the_models_length(tmp_path: Path, preset: str) -> None:
+    """Each window is the last half of the text so far, a prompt of its own: the same ids as one call after another."""
+    model, tokenizer = make(tmp_path, preset)
+    model.generation = ch.Generation(bos=tokenizer.bos)  # no end token: every window is filled
+    ch.save(model, tmp_path)
+    ids, new = tokenizer.encode("the cat"), 150
+    text, n = list(ids), len(ids)
+    while len(text) < n + new:
+        window = text if len(text) < 61 else text[-31:]
+        text += ch.generate(model, [window], max_new_tokens=min(61 - len(window), n + new - len(text)))[0]
+    words = ["generate", str(tmp_path), "the cat", "-n", str(new), "--temperature", "0", "--slide"]
+    shown = CliRunner().invoke(app, words)
+    assert shown.stdout == f"the cat{tokenizer.decode(text[n:])}\n"
+    assert "the text slides: the model reads 61 tokens, and goes on from the last 31 of them" in shown.stderr
+    assert shown.stderr.count("slides") == 1
+    long = "the cat " * 40
+    assert CliRunner().invoke(app, ["generate", str(tmp_path), long, "-n", "3", "--slide"]).stdout.startswith(long)
+    short = run("generate", str(tmp_path), "the cat", "-n", "9", "--temperature", "0", "--slide")
+    assert short == run("generate", str(tmp_path), "the cat", "-n", "9", "--temperature", "0")
+    for other in (("--regex", "a"), ("--chat",), ("--truncate", "left")):
+        with pytest.raises(InputError, match=f"--slide is for plain texts.*got {other[0]}"):
+            run("generate", str(tmp_path), *([] if other == ("--chat",) else ["x"]), "--slide", *other)
+
+
+def test_a_stop_text_over_the_border_of_two_windows(tmp_path: Path) -> None:
+    model, tokenizer = make(tmp_path, "gpt2")
+    model.generation = ch.Generation(bos=tokenizer.bos)
+    ch.save(model, tmp_path)
+    words = ["generate", str(tmp_path), "the cat", "-n", "100", "--temperature", "0", "--slide"]
+    whole = CliRunner().invoke(app, words).stdout.removeprefix("the cat")[:-1]
+    ids = tokenizer.encode("the cat")
+    border = len(tokenizer.decode(ch.generate(model, [ids], max_new_tokens=61 - len(ids))[0]))
+    stop = whole[border - 2 : border + 2]
+    cut = CliRunner().invoke(app, [*words, "--stop", stop]).stdout
+    assert cut == f"the cat{whole[: whole.index(stop)]}\n"
+
+
+def test_the_checkpoints_longest_text_is_the_default(tmp_path: Path) -> None:
+    model, tokenizer = make(tmp_path, "transformer-base")
+    ids = [*tokenizer.encode("the cat"), tokenizer.eos]
+    model.generation = dataclasses.replace(model.generation, max_length=6, eos=())
+    ch.save(model, tmp_path)
+    assert len(ch.translate(model, [ids])[0]) == 5  # the start token is one of the 6
+    assert len(ch.translate(model, [ids], max_new_tokens=9)[0]) == 9
+    written = run("translate", str(tmp_path), stdin="the cat\n")
+    assert written == tokenizer.decode(ch.translate(model, [ids])[0]) + "\n"
+
+
+def test_translate_reads_tables(tmp_path: Path) -> None:
+    make(tmp_path / "m", "transformer-base")
+    model = str(tmp_path / "m")
+    plain = run("translate", model, stdin="the cat\na dog\n")
+    files = {
+        "a.csv": "source,target\nthe cat,x\na dog,y\n",
+        "b.tsv": "the cat\tx\na dog\ty\n",
+        "c.jsonl": '{"source": "the cat"}\n{"source": "a dog"}\n',
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+        assert run("translate", model, str(tmp_path / name)) == plain, name
+    (tmp_path / "d.jsonl").write_text('{"en": "the cat"}\n{"en": "a dog"}\n')
+    assert run("translate", model, str(tmp_path / "d.jsonl"), "--column", "en") == plain
+    with pytest.raises(InputError, match=r"no column 'source', only 'en'; name the column of the texts with --column"):
+        run("translate", model, str(tmp_path / "d.jsonl"))
+
+
+def test_errors_of_the_library_name_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path, "gpt2")
+    for words, message in {
+        ("x", "--top-p", "7"): "--top-p must be above 0 and at most 1; got 7",
+        ("x", "-n", "70"): "--max-new-tokens 70 leaves no room for a prompt: the model's max_len=61",
+        ("the cat " * 40, "-n", "9"): "or cut its start: --truncate 'left'",
+    }.items():
+        monkeypatch.setattr("sys.argv", ["clearhead", "generate", str(tmp_path), *words])
+        with pytest.raises(SystemExit):
+            main()
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

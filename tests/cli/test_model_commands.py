@@ -28,6 +28,7 @@ from transformers import (
 )
 from typer.testing import CliRunner, Result
 
+import clearhead as ch
 from clearhead.cli import app
 from clearhead.data import load_tokenizer
 from clearhead.data.audio import RATE, log_mel
@@ -177,6 +178,18 @@ def test_classify_follows_the_problem_type(classifier: Path, texts: Path, tmp_pa
         assert shown(kind) == pytest.approx(sorted(values.tolist(), reverse=True), abs=1e-4)  # four digits are printed
     (folder / "config.json").write_text(json.dumps({**fields, "problem_type": "multi_label"}))
     assert "problem_type='multi_label' is not known" in refusal("classify", folder, texts)
+
+
+@pytest.mark.parametrize("kind", ["single_label_classification", "multi_label_classification", "regression"])
+def test_the_problem_type_stays(classifier: Path, tmp_path: Path, kind: str) -> None:
+    folder = Path(shutil.copytree(classifier, tmp_path / "model"))
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, "problem_type": kind}))
+    model = ch.load(folder)
+    ch.save(model, tmp_path / "hf", format="hf")
+    assert BertForSequenceClassification.from_pretrained(tmp_path / "hf").config.problem_type == kind
+    ch.save(model, tmp_path / "ours")
+    assert ch.load(tmp_path / "hf").config.problem == ch.load(tmp_path / "ours").config.problem == model.config.problem
 
 
 def test_classify_and_embed_read_the_texts_of_a_table(

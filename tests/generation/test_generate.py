@@ -276,3 +276,9 @@ def test_an_interrupted_runner_is_not_used_again(
             generate(model, [[3, 4]], max_new_tokens=4)
     generate(model, [[3, 4]], max_new_tokens=4)
     assert used_runners[0] is used_runners[1] is not used_runners[2]
+
+
+def test_a_mistyped_option_of_the_function_itself() -> None:
+    for name in ("max_new_token", "max_tokens"):
+        with pytest.raises(InputError, match=f"no option '{name}' .*did you mean 'max_new_tokens'"):
+            generate(tiny("gpt2"), [[1]], **{name: 3})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from clearhead.generation.embeddings import ELSEWHERE
 from clearhead.serving.app import make_app
 from clearhead.serving.bounded_json import check_values
 from clearhead.serving.cancellation import ClientSlots
+from clearhead.serving.embedding_routes import embed_texts
 from clearhead.serving.guards import CLIENT
 from clearhead.serving.model_worker import ModelWorker
 from clearhead.serving.protocol import Chat, Completion, Embedding
@@ -463,3 +465,13 @@ def test_who_may_ask(places: dict[str, Path]) -> None:
         assert httpx.get(f"{url}/v1/models", headers={**key, "origin": "https://evil.example"}).status_code == 403
         large = httpx.post(f"{url}/v1/completions", headers=key, content=b" " * 9_000_000)
         assert large.status_code == 413
+
+
+def test_embeddings_refuse_texts_longer_than_in_training(places: dict[str, Path], tmp_path: Path) -> None:
+    """As `clearhead embed`: sentence_bert_config.json's max_seq_length, though the model itself could take more."""
+    folder = Path(shutil.copytree(places["encoder"], tmp_path / "encoder"))
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 7}')
+    worker = ModelWorker("encoder", ch.load(folder), ch.load_tokenizer(folder), path=folder)
+    assert len(embed_texts(worker, ["the cat"])[0]) == 1
+    with pytest.raises(ch.InputError, match=r"input 1 has \d+ tokens, and the model takes 7"):
+        embed_texts(worker, ["the cat", "a dog ran over the hill " * 3])

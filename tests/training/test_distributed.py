@@ -125,5 +125,5 @@ def test_what_one_process_can_not_do_ends_all(tmp_path: Path) -> None:
     ran = command("train", "recipe.toml", "--out", "x", processes=2, cwd=tmp_path)
     assert ran.returncode == 1
     lines = [line for line in ran.stderr.splitlines() if line.startswith(("clearhead: ", "[rank"))]
-    assert "clearhead: x is not empty and holds no run; choose another folder with --out" in lines
+    assert "clearhead: x is not empty and holds no run; choose another folder with --out FOLDER" in lines
     assert all("process 1 of 2 ends because another failed" in line for line in lines if "x is not" not in line)

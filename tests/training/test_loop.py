@@ -238,7 +238,7 @@ def test_a_disk_that_is_full_before_the_first_step(tmp_path: Path, monkeypatch: 
         free = 1000
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage)
-    with pytest.raises(CheckpointError, match=r"0\.00 GB free, but this run's checkpoints need .* --out"):
+    with pytest.raises(CheckpointError, match=r"0\.00 GB free, but this run's checkpoints need .* out=FOLDER"):
         train(make_recipe("language", tmp_path), tmp_path / "x")
 
 
@@ -252,7 +252,7 @@ def read_only_folder(tmp_path: Path) -> Path:
 
 def test_a_read_only_folder_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"can not be written to \(.*\); choose another folder with --out"
+        CheckpointError, match=r"can not be written to \(.*\); choose another folder with out=FOLDER"
     ) as error:
         train(make_recipe("language", tmp_path), read_only_folder(tmp_path))
     assert "\n" not in str(error.value)

@@ -248,7 +248,7 @@ def test_another_run_under_the_same_name_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     recipe = make_recipe("language", tmp_path)
-    with pytest.raises(InputError, match=r"not empty and holds no run; choose another folder with --out"):
+    with pytest.raises(InputError, match=r"not empty and holds no run; choose another folder with out=FOLDER"):
         train(recipe, tmp_path)
     with pytest.raises(InputError, match="is a file"):
         train(recipe, tmp_path / "a.txt")

@@ -52,13 +52,13 @@ def test_a_folder_is_opened_and_read_again(tmp_path: Path):
     open_folder(folder, RECIPE, resume=False, device=CPU)
     assert not (folder / "tokenizer.json").exists()
     (folder / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(InputError, match=r"already holds a run; go on with it: clearhead train --resume .*--out"):
+    with pytest.raises(InputError, match=r"already holds a run; go on with it: clearhead train --resume .*out=FOLDER"):
         open_folder(folder, RECIPE, resume=False, device=CPU)
 
 
 def test_folders_that_are_taken(tmp_path: Path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(InputError, match=r"file is a file; choose another folder with --out"):
+    with pytest.raises(InputError, match=r"file is a file; choose another folder with out=FOLDER"):
         open_folder(tmp_path / "file", RECIPE, resume=False, device=CPU)
     with pytest.raises(InputError, match=r"is not empty and holds no run"):
         open_folder(tmp_path, RECIPE, resume=False, device=CPU)
@@ -189,7 +189,7 @@ def test_a_folder_in_which_another_process_trains_is_refused(tmp_path: Path):
     assert holder.stdout is not None
     try:
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(InputError, match=r"run is in use: another process trains in it now; wait .*--out"):
+        with pytest.raises(InputError, match=r"run is in use: another process trains in it now; wait .*out=FOLDER"):
             train(recipe, out, resume=True)
         assert {f.name: f.read_bytes() for f in out.iterdir() if f.is_file() and f.name != ".lock"} == before
     finally:

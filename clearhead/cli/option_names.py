@@ -1,0 +1,22 @@
+"""Errors of the library name Python's arguments. On the command line they are options: `top_k=7` is `--top-k 7`."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import typer
+
+
+def spell_options(message: str, app: typer.Typer, words: list[str] | None = None) -> str:
+    """The message with the names of the options of the command that was called (in `words`; by default, of this process)."""
+    commands = getattr(typer.main.get_command(app), "commands", {})
+    called = next((word for word in (sys.argv[1:] if words is None else words) if word in commands), None)
+    for param in commands[called].params if called else ():
+        flag = next((each for each in param.opts if each.startswith("--")), None)
+        if flag is None:  # an argument
+            continue
+        message = re.sub(rf"(?<![\w.\[-]){param.name}=(?=\S)", f"{flag} ", message)
+        if "_" in param.name:  # other names may be words of the sentence
+            message = re.sub(rf"(?<![\w.\['-]){param.name}(?![\w=(.'])", flag, message)
+    return message
