@@ -18,6 +18,7 @@ token is dropped.
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import is_
 
@@ -31,12 +32,13 @@ from clearhead.engine.allocator import BLOCK_SIZE, BlockAllocator
 from clearhead.engine.beams import BeamSearcher, search_params
 from clearhead.engine.outputs import OutputProcessor, StepOutput
 from clearhead.engine.request import Request, Ticket, check_at_least, check_request
-from clearhead.engine.runner import ModelRunner, eval_mode
+from clearhead.engine.runner import ModelRunner
 from clearhead.engine.sampler import SamplingGroup, group_sequences, sample_tokens
 from clearhead.engine.scheduler import Scheduler, first_rows
 from clearhead.engine.sequence import Sequence
 from clearhead.engine.transfer import HostCopy, to_device
 from clearhead.errors import InputError
+from clearhead.inside.evaluation_mode import eval_mode, may_train
 from clearhead.models import Decoder, EncoderDecoder
 from clearhead.quantization.model_weights import example_weight
 from clearhead.sampling.beam_search import BeamSearchParams
@@ -170,14 +172,14 @@ class Engine:
 
     def run(self) -> None:
         """Step until all requests are done."""
-        with eval_mode(self.model), self.runner.assume_unchanged():
+        with torch.no_grad(), eval_mode(self.model), self.runner.assume_unchanged():
             while self.is_busy:
                 self._step()
                 self.outputs.changed.clear()
 
     def _step(self) -> None:
         self.n_steps += 1
-        with eval_mode(self.model) if self.model.training else torch.no_grad():
+        with torch.no_grad(), eval_mode(self.model) if may_train(self.model) else nullcontext():
             self._sweep()
             self.scheduler.admit()
             self._prefill()
