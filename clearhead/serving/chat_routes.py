@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from clearhead.errors import InputError
-from clearhead.generation.texts import make_grammar
 from clearhead.models import Decoder
+from clearhead.sampling.grammar import Grammar
 from clearhead.serving.bounded_json import BoundedRoute
 from clearhead.serving.explanation import MAX_NEW
 from clearhead.serving.model_worker import ModelWorker
@@ -106,4 +106,6 @@ def response_grammar(worker: ModelWorker, asked: ResponseFormat | None) -> Any:
     if asked.type == "json_schema" and asked.json_schema is None:
         raise InputError("response_format json_schema needs a json_schema; got none; give its schema")
     schema: Any = {"type": "object"} if asked.json_schema is None else asked.json_schema.schema_
-    return make_grammar(worker.model, worker.tokenizer, json_schema=schema)
+    model, tokenizer = worker.model, worker.tokenizer
+    ends = model.generation.eos
+    return Grammar.json_schema(schema, tokenizer, vocab_size=model.config.vocab_size, ends=ends, is_trusted=False)
