@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
 
@@ -32,7 +31,7 @@ def chat_router(service: Service) -> APIRouter:
     async def chat(body: Chat, request: Request) -> Response:
         worker = service.find(body.model, "decoder")
         _check(body)
-        jobs = await asyncio.to_thread(_jobs, service, worker, body)
+        jobs = await service.prepare(request, _jobs, service, worker, body)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         head = dict(id=new_id("chatcmpl"), object=kind, created=int(time.time()), model=worker.name)
 

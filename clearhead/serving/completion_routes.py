@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import replace
 from typing import Any
@@ -27,7 +26,7 @@ def completion_router(service: Service) -> APIRouter:
     async def completions(body: Completion, request: Request) -> Response:
         worker = service.find(body.model, "decoder")
         _check(body)
-        jobs = await asyncio.to_thread(_jobs, service, worker, body)
+        jobs = await service.prepare(request, _jobs, service, worker, body)
         head = dict(id=new_id("cmpl"), object="text_completion", created=int(time.time()), model=worker.name)
 
         def choice(number: int, delta: TextDelta) -> dict[str, Any]:

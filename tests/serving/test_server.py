@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from clearhead.generation import write_texts
 from clearhead.generation.embeddings import ELSEWHERE
 from clearhead.serving.app import make_app
 from clearhead.serving.bounded_json import check_values
-from clearhead.serving.cancellation import ClientSlots
-from clearhead.serving.guards import CLIENT
+from clearhead.serving.cancellation import ClientSlots, run_held
+from clearhead.serving.guards import CLIENT, Limits
 from clearhead.serving.model_worker import ModelWorker
 from clearhead.serving.protocol import Chat, Completion, Embedding
 from clearhead.serving.transcription_routes import check_fields
@@ -302,6 +303,78 @@ def test_slots_are_each_client_s_own() -> None:
         assert slots.slots == {}
 
     asyncio.run(scene())
+
+
+def test_what_nobody_waits_for_is_not_begun() -> None:
+    """A thread can not be stopped: its client's slot is taken until it ends. What waits for the slot is dropped with its client."""
+
+    async def scene() -> None:
+        slots, begun, goes_on = ClientSlots(1), list[str](), threading.Event()
+
+        def work(name: str) -> None:
+            begun.append(name)
+            goes_on.wait(10)
+
+        def start(client: str, name: str) -> asyncio.Task[None]:
+            CLIENT.set(client)
+            return asyncio.create_task(run_held(slots.one(), lambda: work(name)))
+
+        async def cancel(task: asyncio.Task[None]) -> None:
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        first, second = start("a", "a1"), start("a", "a2")
+        await asyncio.sleep(0.1)
+        await cancel(second)
+        await cancel(first)
+        third, other = start("a", "a3"), start("b", "b1")
+        await asyncio.sleep(0.1)
+        assert begun == ["a1", "b1"]
+        goes_on.set()
+        await asyncio.gather(third, other)
+        assert begun == ["a1", "b1", "a3"]
+        assert slots.slots == {}
+
+    asyncio.run(scene())
+
+
+def test_embeddings_are_computed_in_turns_and_not_for_clients_that_left(
+    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One client's many texts are computed part by part; another's text comes between; after a disconnect no part follows."""
+    worker = ModelWorker("encoder", ch.load(places["encoder"]), ch.load_tokenizer(places["encoder"]))
+    computed: list[int] = []
+
+    def slow(model: Any, ids: list[list[int]]) -> Any:
+        computed.append(len(ids))
+        time.sleep(0.1)
+        return torch.zeros(len(ids), model.config.d_model).numpy()
+
+    monkeypatch.setattr("clearhead.serving.embedding_routes.embed_ids", slow)
+    monkeypatch.setattr("clearhead.serving.embedding_routes.ELSEWHERE", 8)
+
+    async def scene() -> None:
+        app = make_app({"encoder": worker}, Limits(keys=("a", "b")))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as http:
+
+            def ask(key: str, n: int) -> Any:
+                body = {"model": "encoder", "input": ["the cat sat on the mat"] * n}
+                return http.post("/v1/embeddings", json=body, headers={"authorization": f"Bearer {key}"})
+
+            many = asyncio.create_task(ask("a", 60))
+            await asyncio.sleep(0.25)
+            answer = await asyncio.wait_for(ask("b", 1), 1)
+            assert answer.status_code == 200
+            assert not many.done()
+            many.cancel()  # this client of tests cancels the app itself, as a disconnect does
+            await asyncio.gather(many, return_exceptions=True)
+            n = len(computed)
+            await asyncio.sleep(0.3)
+            assert len(computed) <= n + 1
+
+    asyncio.run(scene())
+    assert sum(computed) < 30
 
 
 PROMPT: dict[str, Any] = {"model": "gpt", "prompt": "a", "max_tokens": 1}
