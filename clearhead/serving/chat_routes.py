@@ -17,6 +17,7 @@ from clearhead.serving.model_worker import ModelWorker
 from clearhead.serving.openai_format import chat_logprobs, new_id
 from clearhead.serving.protocol import Chat, ResponseFormat
 from clearhead.serving.service import Service
+from clearhead.serving.special_tokens import as_text
 from clearhead.serving.text_deltas import TextDelta, TextJob
 from clearhead.serving.text_length import check_characters
 from clearhead.serving.text_responses import generation_requests, respond, text_jobs
@@ -85,14 +86,13 @@ def chat_ids(worker: ModelWorker, body: Chat) -> list[int]:
     tokenizer = worker.tokenizer
     assert tokenizer is not None
     check_characters(worker, sum(len(message.text) for message in body.messages), "the conversation")
-    special = [tokenizer.token(id) for id in tokenizer.special_ids]
-    messages: list[dict[str, str]] = []
-    for message in body.messages:
-        text = message.text
-        for token in special:
-            if token in text:  # a zero-width space splits the token, and a reader sees the same text
-                text = text.replace(token, token[:1] + "\u200b" + token[1:])
-        messages.append({"role": "system" if message.role == "developer" else message.role, "content": text})
+    messages = [
+        {
+            "role": "system" if message.role == "developer" else message.role,
+            "content": as_text(tokenizer, message.text, f"message {at}"),
+        }
+        for at, message in enumerate(body.messages)
+    ]
     return tokenizer.encode(tokenizer.chat(messages), special=False)
 
 

@@ -118,6 +118,7 @@ class Completion(TextBody):
     max_tokens: int = Field(16, ge=0)  # 0 with echo: the prompt is returned, and nothing is generated
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
+    special_tokens: Literal["read", "text"] | None = None  # what their names in a prompt are
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -24,7 +24,6 @@ from clearhead.serving.openai_format import DONE, Chunks, EventStream, event
 from clearhead.serving.protocol import TextBody
 from clearhead.serving.service import Service
 from clearhead.serving.text_deltas import TextDelta, TextJob, Usage, join, merged_deltas
-from clearhead.serving.text_length import check_characters
 
 Choice = Callable[[int, TextDelta], dict[str, Any]]  # one entry of `choices`, by its number
 
@@ -35,8 +34,6 @@ def generation_requests(
     """The n requests for one prompt. Their seeds follow each other; the first has number `first` in the whole answer."""
     assert isinstance(worker.model, Decoder)
     assert worker.tokenizer is not None
-    if isinstance(prompt, str):
-        check_characters(worker, len(prompt), "the prompt")
     seed = (random.getrandbits(62) if body.seed is None else body.seed) + first
     more |= dict(max_new_tokens=max_new_tokens, seed=seed, stop=body.stops)
     one = make_request(worker.model, worker.tokenizer, prompt, **more)
