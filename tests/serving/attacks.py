@@ -102,6 +102,14 @@ def send_long_prompt(target: Target) -> list[int]:
     return [target.post("/v1/completions", body)]
 
 
+def send_schema(target: Target) -> list[int]:
+    """Small, and within all bounds, but to compile it takes half a minute."""
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "integer", "multipleOf": 999_983}}}
+    messages = [{"role": "user", "content": "hello"}]
+    body = {"model": "gpt", "messages": messages, "max_tokens": 4, "response_format": form}
+    return [target.post("/v1/chat/completions", json.dumps(body).encode())]
+
+
 def send_stops(target: Target) -> list[int]:
     stops = [("a" * at + "b" * 991)[:991] for at in range(15)]
     body = {"model": "gpt", "prompt": "the cat", "max_tokens": int(480 * target.scale), "stop": stops, "stream": True}
@@ -164,6 +172,7 @@ class Attack:
 
 ATTACKS = {
     "none": Attack("none", 0, lambda _: [], ()),
+    "schemas": Attack("C3 schemas that take half a minute, 4 clients", 4, send_schema, (400,)),
     "audio": Attack("H1 audio bombs, 4 clients", 4, send_sound, (400, 200)),
     "validation": Attack("H2 8 MB of wrong items, 4 clients", 4, send_wrong_items, (400, 413)),
     "prompts": Attack("H3 4 million `a`, 10 clients", 10, send_long_prompt, (400,)),
