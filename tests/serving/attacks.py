@@ -42,7 +42,8 @@ class Target:
 
     def post(self, path: str, body: bytes, kind: str = "application/json") -> int:
         place = urlsplit(self.url)
-        connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=120)
+        # Long enough for half an hour of sound on a busy machine.
+        connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=600)
         try:
             headers = {"authorization": f"Bearer {self.key}", "content-type": kind}
             connection.request("POST", path, body, headers)
