@@ -2,7 +2,8 @@
 
 Text to ids and back:
 tokenizer.py           Tokenizer: encode, decode, batch, stream, chat, save
-chat.py                chat templates, run in a Jinja sandbox
+chat.py                chat templates; chat_template.py renders one, in a Jinja sandbox
+isolated_process.py    processes apart, with limits, for the code of strangers
 tokenizer_training.py  train_tokenizer
 tokenizer_formats.py   load_tokenizer, and the formats that need only one short function
 sentencepiece.py       SentencePiece models, and Marian's pair of them

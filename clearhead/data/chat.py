@@ -1,13 +1,23 @@
-"""Chat templates. A template comes with a checkpoint, so it is untrusted code: it runs in Jinja's sandbox."""
+"""Chat templates. One comes with a checkpoint, so it is a stranger's code: it runs in Jinja's sandbox, in a process apart."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import Any, NoReturn
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
+from clearhead.data.isolated_process import HandlerError, IsolatedError, IsolatedProcesses
 from clearhead.errors import InputError, MissingExtraError
+
+SECONDS, MEGABYTES = 10.0, 256  # for one prompt; the usual ones take a millisecond
+
+
+@cache
+def _processes() -> IsolatedProcesses:
+    handler = Path(__file__).with_name("chat_template.py")
+    return IsolatedProcesses(handler, seconds=SECONDS, megabytes=MEGABYTES, n=2)
 
 
 def render_chat(template: str | None, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
@@ -23,34 +33,26 @@ def render_chat(template: str | None, messages: Sequence[Mapping[str, Any]], var
                 f"message {index} is {message!r}, without a role and a content; "
                 'write each as {"role": "user", "content": "..."}'
             )
+    if find_spec("jinja2") is None:
+        raise MissingExtraError("chat templates need jinja2, which is missing; pip install clearhead[chat]")
+    request = {"template": template, "messages": [dict(message) for message in messages], "variables": dict(variables)}
     try:
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise MissingExtraError("chat templates need jinja2, which is missing; pip install clearhead[chat]") from error
-
-    # The sandbox refuses attributes that start with an underscore, tricks with str.format, and changes to `messages`.
-    # It does not limit time and memory: a template can still waste both.
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    helpers: dict[str, Any] = {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    environment.filters["tojson"] = _to_json
-    try:
-        return environment.from_string(template).render(messages=messages, **helpers, **variables)
-    except InputError:
-        raise
-    except Exception as error:  # an expression in a template can raise any error
+        return _processes().call(request)
+    except TypeError as error:  # of json
         raise InputError(
-            f"the chat template failed on these {len(messages)} messages: {type(error).__name__}: {error}; "
+            f"messages are plain texts, numbers, lists and dicts; got others ({error}); convert them"
+        ) from None
+    except IsolatedError as error:
+        raise InputError(
+            f"the chat template failed on these {len(messages)} messages: it {error}; send fewer or shorter ones, or "
+            "correct the template"
+        ) from None
+    except HandlerError as error:
+        if error.kind == "RefusedError":
+            raise InputError(
+                f"the chat template refuses these messages: {error}; change their roles or their order"
+            ) from None
+        raise InputError(
+            f"the chat template failed on these {len(messages)} messages: {error.kind}: {error}; "
             "check the order of their roles, or correct the template"
-        ) from error
-
-
-def _refuse(reason: object) -> NoReturn:
-    raise InputError(f"the chat template refuses these messages: {reason}; change their roles or their order")
-
-
-def _to_json(value: Any, **options: Any) -> str:
-    # Jinja's own filter escapes <, > and & for web pages, which would change the model's prompt.
-    options.setdefault("ensure_ascii", False)
-    return json.dumps(value, **options)
+        ) from None

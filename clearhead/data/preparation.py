@@ -57,8 +57,14 @@ class Preparation:
         self._fingerprint = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
     def is_done(self) -> bool:
-        """Whether the folder already holds the store with this fingerprint."""
-        return (self.folder / "store.json").exists() and Store(self.folder).info.get("fingerprint") == self._fingerprint
+        """Whether the folder already holds the store with this fingerprint. If so, every byte of it is checked, once for a run."""
+        if not (self.folder / "store.json").exists():
+            return False
+        store = Store(self.folder)
+        is_same = store.info.get("fingerprint") == self._fingerprint
+        if is_same:
+            store.check()
+        return is_same
 
     def report_progress(self) -> None:
         if self._progress is not None:

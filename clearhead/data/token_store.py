@@ -1,6 +1,6 @@
 """A store of tokenised data: columns of numbers in memory-mapped files, written once. It may be larger than memory.
 
-store.json         the columns, what the store was made from, and the size and checksum of every other file
+store.json         the columns, what the store was made from, and the size and checksum of every other file; its own checksum
 NAME.bin           the values of column NAME
 NAME.offsets.bin   int64: the start of each row, and the end; only for columns whose rows differ in length
 """
@@ -58,6 +58,9 @@ class Store:
             content = json.loads((self.folder / "store.json").read_text(encoding="utf-8"))
             if content["version"] != VERSION:
                 raise _damaged(self.folder, f"its format is version {content['version']}, this program's {VERSION}")
+            wanted = content.pop("crc32", None)
+            if wanted is not None and wanted != _checksum(content):
+                raise _damaged(self.folder, "store.json does not match its checksum")
             self.info: dict[str, Any] = content["info"]
             self._files: dict[str, dict[str, int]] = content["files"]
             columns: dict[str, Any] = content["columns"]
@@ -90,6 +93,20 @@ class Store:
                     crc = zlib.crc32(block, crc)
             if crc != expected["crc32"]:
                 raise _damaged(self.folder, f"{name} has checksum {crc:08x}, not {expected['crc32']:08x}")
+
+
+def _checksum(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk, so that a power cut does not undo a rename. Not every system can."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def _map_file(file: Path, dtype: str) -> NDArray[Any]:
@@ -191,16 +208,19 @@ class StoreWriter:
             name: {"dtype": dtype.name, "shape": list(self._shapes.get(name, ())), "ragged": name not in self._shapes}
             for name, dtype in self._dtypes.items()
         }
-        content = {"version": VERSION, "columns": columns, "files": self._files, "info": self.info}
+        content: dict[str, Any] = {"version": VERSION, "columns": columns, "files": self._files, "info": self.info}
+        content["crc32"] = _checksum(json.loads(json.dumps(content)))  # as it is read back: tuples are lists then
         self._open["store.json"] = (self._temporary / "store.json").open("wb")
         self._open["store.json"].write(json.dumps(content, indent=2, ensure_ascii=False).encode())
         for file in self._open.values():
             file.flush()
             os.fsync(file.fileno())
+        sync_folder(self._temporary)
         old = self._temporary.with_suffix(".old")
         if self.folder.exists():
             self.folder.rename(old)
         self._temporary.rename(self.folder)
+        sync_folder(self.folder.parent)
         shutil.rmtree(old, ignore_errors=True)
 
     def _failure(self, error: OSError) -> CheckpointError:

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from clearhead.data.chat import render_chat
+from clearhead.data.token_store import sync_folder
 from clearhead.errors import InputError, did_you_mean
 
 Side = Literal["left", "right"]
@@ -142,12 +143,15 @@ class Tokenizer:
             try:
                 with temporary.open("xb") as stream:  # new, also not a link that somebody put there
                     stream.write(content)
+                    stream.flush()
+                    os.fsync(stream.fileno())
                 os.replace(temporary, folder / name)  # a reader sees the whole old file or the whole new one
             finally:
                 temporary.unlink(missing_ok=True)
         # Files of another tokenizer that would take precedence over those just written.
         for name in {"chat_template.jinja", "tokenizer.json"} - files.keys():
             (folder / name).unlink(missing_ok=True)
+        sync_folder(folder)
 
     def _role_tokens(self) -> dict[str, Any]:
         ids = {role: getattr(self, role) for role in ROLES}

@@ -14,10 +14,11 @@ gpu_step.py     a decode step by fused kernels, on a GPU
 cuda_graphs.py  work for a GPU, recorded once and replayed; used by training too
 sampler.py      next tokens of rows without beam search
 beams.py        beam searches, and the blocks that beams share
+processor_cache.py   logits processors, which equal requests share
 outputs.py      tokens appended to tickets; what ends a text
 transfer.py     copies between host and device
 
-May import: errors, config, kernels, layers, models, quantization, costs, sampling, data.
+May import: errors, config, kernels, layers, models, quantization, costs, inside, sampling, data.
 """
 
 from clearhead.engine.engine import Engine

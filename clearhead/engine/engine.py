@@ -18,8 +18,8 @@ token is dropped.
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass
-from operator import is_
 
 import numpy as np
 import torch
@@ -30,19 +30,18 @@ from clearhead.costs.hardware import available_memory
 from clearhead.engine.allocator import BLOCK_SIZE, BlockAllocator
 from clearhead.engine.beams import BeamSearcher, search_params
 from clearhead.engine.outputs import OutputProcessor, StepOutput
+from clearhead.engine.processor_cache import ProcessorCache
 from clearhead.engine.request import Request, Ticket, check_at_least, check_request
-from clearhead.engine.runner import ModelRunner, eval_mode
+from clearhead.engine.runner import ModelRunner
 from clearhead.engine.sampler import SamplingGroup, group_sequences, sample_tokens
 from clearhead.engine.scheduler import Scheduler, first_rows
 from clearhead.engine.sequence import Sequence
 from clearhead.engine.transfer import HostCopy, to_device
 from clearhead.errors import InputError
+from clearhead.inside.evaluation_mode import eval_mode, may_train
 from clearhead.models import Decoder, EncoderDecoder
 from clearhead.quantization.model_weights import example_weight
 from clearhead.sampling.beam_search import BeamSearchParams
-from clearhead.sampling.logits_processors import LogitsProcessor
-
-MAX_PROCESSORS = 1000  # a server's users may each bring their own strategy
 
 
 @dataclass
@@ -106,8 +105,7 @@ class Engine:
         self.beam_searcher = BeamSearcher(self.runner, self.allocator)
         self.plan: BatchPlan | None = None
         self.in_flight: deque[StepInFlight] = deque()
-        self.processors: dict[str, LogitsProcessor] = {}
-        self.last_processor: tuple[tuple[object, ...], LogitsProcessor] | None = None  # with what it was made from
+        self.processors = ProcessorCache(model)
         self.n_steps = 0
 
     @property
@@ -136,7 +134,7 @@ class Engine:
     def submit(self, request: Request, what: str = "prompt") -> Ticket:
         """Queue a request. One that can not work is refused here, with an error that calls its prompt `what`."""
         prompt = check_request(request, self.model, what)
-        processor = self._processor(request)
+        processor = self.processors.get(request)
         search_params(request, processor)  # checks the number of beams
         needed, most = self.scheduler.blocks_needed(request, len(prompt)), self.allocator.n_blocks - 1
         if needed > most:
@@ -170,14 +168,14 @@ class Engine:
 
     def run(self) -> None:
         """Step until all requests are done."""
-        with eval_mode(self.model), self.runner.assume_unchanged():
+        with torch.no_grad(), eval_mode(self.model), self.runner.assume_unchanged():
             while self.is_busy:
                 self._step()
                 self.outputs.changed.clear()
 
     def _step(self) -> None:
         self.n_steps += 1
-        with eval_mode(self.model) if self.model.training else torch.no_grad():
+        with torch.no_grad(), eval_mode(self.model) if may_train(self.model) else nullcontext():
             self._sweep()
             self.scheduler.admit()
             self._prefill()
@@ -197,23 +195,6 @@ class Engine:
         if self.scheduler.needs_sweep:
             self.scheduler.sweep()
             self.beam_searcher.remove_done()
-
-    def _processor(self, request: Request) -> LogitsProcessor:
-        """The request's logits processor; equal requests share one."""
-        settings = request.strategy, self.model.generation, request.eos
-        # Many requests of one caller have the very same settings. Those that can be changed in place are compared by value.
-        is_fixed = not (request.strategy.logit_bias or request.strategy.suppress) and isinstance(
-            request.eos, tuple | None
-        )
-        if is_fixed and self.last_processor is not None and all(map(is_, settings, self.last_processor[0])):
-            return self.last_processor[1]
-        key = f"{request.strategy} {request.eos} {self.model.generation}"
-        if key not in self.processors:
-            if len(self.processors) >= MAX_PROCESSORS:
-                self.processors.clear()
-            self.processors[key] = LogitsProcessor(self.model, request.eos, request.strategy)
-        self.last_processor = settings, self.processors[key]
-        return self.processors[key]
 
     def _prefill(self) -> None:
         """Compute prompts in order, at most `prefill_tokens` tokens."""

@@ -14,6 +14,7 @@ from clearhead.errors import InputError
 from clearhead.models import Decoder, EncoderDecoder
 from clearhead.sampling.beam_search import Candidate, Hypothesis
 from clearhead.sampling.grammar import Grammar
+from clearhead.sampling.logits_processors import LogitsProcessor
 from clearhead.sampling.strategy import Strategy
 from clearhead.sampling.token_ids import check_rows
 
@@ -30,6 +31,7 @@ class Request:
     With `beams` above 1 a beam search looks for the likeliest text, and returns its `n_best`. `grammar` is what the text must
     match. `scored` keeps the tokens' log-probabilities; `alternatives`, at each step, so many likeliest tokens with theirs.
     `trace` keeps each step of a beam search. `name` is the caller's, and must be unique among requests that are not done.
+    `processor` is the strategy, prepared beforehand (`Engine.processors.get`, in any thread): thousands of biases take a while.
     Clients, by any name, take turns when requests wait; those without one are all of one client, which may use all of the engine.
     """
 
@@ -50,6 +52,7 @@ class Request:
     trace: bool = False
     name: str | None = None
     client: str | None = None
+    processor: LogitsProcessor | None = None
 
 
 class Token(NamedTuple):

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import abc
-from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from clearhead.engine import gpu_step
 from clearhead.engine.cuda_graphs import CudaGraphs, round_up
@@ -296,17 +295,3 @@ def cache_dtype(weight: Tensor) -> torch.dtype:
     """The type of keys and values: under autocast its own, else that of the weights."""
     kind = weight.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Generator[None]:
-    """No dropout and no gradients inside; each module's mode is restored after."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        for module in training:
-            module.training = False
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True

@@ -20,7 +20,7 @@ from clearhead.explorer.fields import Fields
 from clearhead.explorer.forward_passes import ForwardPasses
 from clearhead.explorer.model_inputs import MAX_TOKENS
 from clearhead.explorer.wire_format import pack
-from clearhead.inside.sites import eval_mode
+from clearhead.inside.evaluation_mode import eval_mode
 from clearhead.quantization.model_weights import example_weight
 
 MAX_LENGTH = 2**24  # tokens, of a forecast

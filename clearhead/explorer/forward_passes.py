@@ -17,10 +17,10 @@ from clearhead.explorer.fields import Fields
 from clearhead.explorer.model_inputs import Inputs, Source, Strip, check_length
 from clearhead.generation.decoding import run_requests
 from clearhead.inside.ablation_sweep import attentions_of, n_heads_of
+from clearhead.inside.evaluation_mode import eval_mode
 from clearhead.inside.head_scores import copied_tokens
 from clearhead.inside.interventions import Intervention, intervene, mean, patch, zero
 from clearhead.inside.probe import Seen, probe
-from clearhead.inside.sites import eval_mode
 from clearhead.models import Encoder, EncoderDecoder
 from clearhead.models.encoder_decoder import source_mask
 

@@ -17,7 +17,7 @@ from clearhead.explorer.model_inputs import MAX_TOKENS, check_length
 from clearhead.explorer.wire_format import pack
 from clearhead.generation.decoding import run_requests
 from clearhead.generation.traces import make_trace
-from clearhead.inside.sites import eval_mode
+from clearhead.inside.evaluation_mode import eval_mode
 from clearhead.models import Decoder, EncoderDecoder
 from clearhead.sampling.logits_processors import LogitsProcessor
 from clearhead.sampling.strategy import Strategy, keep_min_p, keep_top_k, keep_top_p, sample

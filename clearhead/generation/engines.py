@@ -13,7 +13,8 @@ from clearhead.engine.allocator import BLOCK_SIZE
 from clearhead.engine.engine import Engine
 from clearhead.engine.outputs import StepOutput
 from clearhead.engine.request import Request, Ticket, source_length
-from clearhead.engine.runner import ModelRunner, eval_mode
+from clearhead.engine.runner import ModelRunner
+from clearhead.inside.evaluation_mode import eval_mode, may_train
 from clearhead.models import Decoder, EncoderDecoder
 from clearhead.quantization.model_weights import example_weight
 
@@ -94,7 +95,7 @@ def raise_failure(ticket: Ticket) -> None:
 
 def eval_step(engine: Engine) -> Callable[[], StepOutput]:
     """The engine's step without dropout. A model that is being trained is in its training mode again between steps."""
-    if not any(module.training for module in engine.model.modules()):
+    if not (may_train(engine.model) or any(module.training for module in engine.model.modules())):
         return engine.step
 
     def step() -> StepOutput:

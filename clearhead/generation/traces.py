@@ -40,8 +40,8 @@ from torch import Tensor
 
 from clearhead.data.tokenizer import Tokenizer
 from clearhead.engine.request import Ticket, start_token
-from clearhead.engine.runner import eval_mode
 from clearhead.errors import InputError
+from clearhead.inside.evaluation_mode import eval_mode
 from clearhead.inside.heatmap import heat_map
 from clearhead.inside.probe import probe
 from clearhead.models import Decoder, EncoderDecoder
@@ -141,7 +141,7 @@ def _add_attention(
     """Add the cross-attention of each token that was kept or finished, by a forward pass over each longest text."""
     site, device = f"decoder.blocks.{layer}.cross.weights", example_weight(model).device
     tips = [node for step in steps for node in step if node.candidate.fate != "dropped" and not node.children]
-    with eval_mode(model):
+    with torch.no_grad(), eval_mode(model):
         memory = model.encode(torch.tensor([source], device=device))
         for first in range(0, len(tips), AT_ONCE):
             some = tips[first : first + AT_ONCE]

@@ -1,6 +1,7 @@
 """Interpretability: record what a model computes, change it, and measure what depends on it.
 
 sites.py           the places in a model that can be recorded and changed
+evaluation_mode.py a model without dropout for a while, for several threads at once
 probe.py           `probe`: record them while the model runs
 interventions.py   `intervene`: zero, scale, mean, patch, add; site_selection.py: of which rows and tokens
 logit_lens.py      what the model would predict after each layer

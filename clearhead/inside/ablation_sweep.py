@@ -20,8 +20,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from clearhead.errors import InputError, did_you_mean
+from clearhead.inside.evaluation_mode import eval_mode
 from clearhead.inside.interventions import intervene, zero
-from clearhead.inside.sites import blocks_of, eval_mode, uncompiled
+from clearhead.inside.sites import blocks_of, uncompiled
 from clearhead.inside.target_loss import TargetLoss
 from clearhead.layers.attention import Lowered, MultiHeadAttention
 from clearhead.layers.block import Block

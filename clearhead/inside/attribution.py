@@ -15,9 +15,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from clearhead.errors import InputError
+from clearhead.inside.evaluation_mode import eval_mode
 from clearhead.inside.logit_lens import check_head, head_stack
 from clearhead.inside.probe import Seen, probe
-from clearhead.inside.sites import eval_mode
 from clearhead.kernels import Packed
 from clearhead.layers.attention import MultiHeadAttention
 from clearhead.layers.embedding import TokenEmbedding, TokenHead

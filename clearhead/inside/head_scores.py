@@ -19,8 +19,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from clearhead.errors import InputError
+from clearhead.inside.evaluation_mode import eval_mode
 from clearhead.inside.probe import Seen, probe
-from clearhead.inside.sites import eval_mode, sites
+from clearhead.inside.sites import sites
 from clearhead.models import Model
 from clearhead.models.encoder import real_of
 

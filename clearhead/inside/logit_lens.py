@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from clearhead.errors import InputError
+from clearhead.inside.evaluation_mode import eval_mode
 from clearhead.inside.probe import probe
-from clearhead.inside.sites import eval_mode
 from clearhead.models import Encoder, EncoderDecoder, Model
 from clearhead.models.stack import Stack
 

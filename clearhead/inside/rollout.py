@@ -10,9 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from clearhead.errors import InputError
+from clearhead.inside.evaluation_mode import eval_mode
 from clearhead.inside.head_scores import strips
 from clearhead.inside.probe import Seen, probe
-from clearhead.inside.sites import eval_mode
 from clearhead.models import EncoderDecoder, Model
 
 

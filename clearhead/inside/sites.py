@@ -1,4 +1,4 @@
-"""Sites: the names of the places in a model that can be recorded and changed. And the modes in which hooks see every call."""
+"""Sites: the names of the places in a model that can be recorded and changed. Compiled modules run so that hooks see every call."""
 
 from __future__ import annotations
 
@@ -71,15 +71,3 @@ def find_sites(pattern: str, known: Sequence[str]) -> list[str]:
     if not matched:
         raise InputError(f"no site matches {pattern!r}; {did_you_mean(pattern, known)}")
     return matched
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Generator[None]:
-    """Without dropout inside; each module's mode is restored afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -32,6 +32,7 @@ FLAGS = ("-O3", "-ffp-contract=off", "-std=c++17", "-fPIC")
 OPENMP = ("-Xpreprocessor", "-fopenmp") if sys.platform == "darwin" else ("-fopenmp",)
 LINK = ("-shared", "-undefined", "dynamic_lookup") if sys.platform == "darwin" else ("-shared",)
 
+OTHERS_WRITE = 0o022  # the mode's bits for group and all
 X86 = ("x86_64", "AMD64")
 # The level's flags for the compiler, and the words of /proc/cpuinfo that a processor of this level has. Best first.
 LEVELS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
@@ -84,7 +85,7 @@ def compile_to(path: Path, level: str, compiler: str) -> None:
             error = done.stderr.replace(str(path.parent), ".").strip()[-500:]
             raise RuntimeError(f"{compiler} could not compile native.cpp for {level}: {error or 'it said nothing'}")
     made.unlink()
-    path.chmod(0o755)
+    path.chmod(path.stat().st_mode & ~OTHERS_WRITE)  # the umask decides on the rest
 
 
 def find_compiler() -> str:
@@ -156,8 +157,8 @@ def _cached(folder: Path, name: str) -> Path | None:
     """The file in the cache folder, if it is whole and nobody else could have put it there."""
     if folder.is_dir() and not _is_ours(folder):
         raise RuntimeError(
-            f"the cache folder {folder} belongs to another user or everybody may write to it, so a library in it may be "
-            f"anyone's; set CLEARHEAD_CACHE to a folder of your own"
+            f"the cache folder {folder} belongs to another user, or others may write to it, so a library in it may be "
+            f"anyone's; chmod go-w it, or set CLEARHEAD_CACHE to a folder of your own"
         )
     for path in sorted(folder.glob(f"{name}-*.so")):
         if _is_ours(path) and path.stem == f"{name}-{_content(path)}":
@@ -170,7 +171,7 @@ def _is_ours(path: Path) -> bool:
     if not hasattr(os, "getuid"):
         return True
     status = path.stat()
-    return status.st_uid in (0, os.getuid()) and not status.st_mode & 0o002
+    return status.st_uid in (0, os.getuid()) and not status.st_mode & OTHERS_WRITE
 
 
 def _openmp() -> Path:

@@ -7,6 +7,7 @@ beam_search.py        `Beams`: which beams continue, and which texts are finishe
 grammar.py            `Grammar`: output that matches a regular expression, a JSON schema, or one of several choices
 vocabulary.py         a tokenizer's tokens as bytes, for grammars
 json_schema.py        checks of a JSON schema before it becomes a grammar
+grammar_trial.py      a stranger's schema compiled in a process apart
 
 May import: errors, config, kernels, layers, models, quantization, data.
 """

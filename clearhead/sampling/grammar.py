@@ -73,11 +73,18 @@ class Grammar:
 
     @classmethod
     def json_schema(
-        cls, schema: Schema, tokenizer: Tokenizer, *, vocab_size: int | None = None, ends: Sequence[int] | None = None
+        cls,
+        schema: Schema,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int | None = None,
+        ends: Sequence[int] | None = None,
+        is_trusted: bool = True,
     ) -> Grammar:
         """The text is JSON that `schema` (an object, or its JSON) accepts; {} and True accept any JSON.
 
-        Properties come in the schema's order. A key that is not in the schema may come twice.
+        Properties come in the schema's order. A key that is not in the schema may come twice. A stranger's schema, if not
+        `is_trusted`, is compiled in a process apart first.
         """
         what = f"JSON schema {schema if isinstance(schema, str) else str(schema)!s:.200}"
         read: Any = _read_json(schema, what)
@@ -89,6 +96,8 @@ class Grammar:
         vocabulary = vocabulary_of(tokenizer)
         written = {"whitespace_pattern": _SPACES, "json_allowed_escapes": vocabulary.escapes()}
         schema_text = json.dumps({"x-guidance": written, **known})
+        if not is_trusted:
+            vocabulary.try_schema(schema_text, what)
         lib = library()
         # Compiled alone first: its error message then has none of our own rules in it.
         check = lib.LLMatcher(

@@ -84,6 +84,7 @@ class LogitsProcessor:
 
     def __init__(self, model: Decoder | EncoderDecoder, eos: int | Sequence[int] | None, strategy: Strategy) -> None:
         self.strategy, rules = strategy, model.generation
+        self.settings = strategy, rules, eos  # what it was made from
         self.ends = rules.eos if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
         vocab_size, device = model.config.vocab_size, example_weight(model).device
         self.vocab_size = vocab_size
@@ -107,6 +108,13 @@ class LogitsProcessor:
         self.needs_history = bool(penalised or strategy.no_repeat_ngram)
         steps = (self.bias, self.first_bias, self.early_bias, self.forced_last)
         self.is_identity = not self.needs_history and not self.forced_start and all(step is None for step in steps)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory it takes, about: its vectors, and what a strategy's own numbers take in Python."""
+        vectors = (self.bias, self.first_bias, self.early_bias)
+        numbers = 100 * (len(self.strategy.logit_bias) + len(self.strategy.suppress))
+        return 2000 + numbers + sum(vector.nbytes for vector in vectors if vector is not None)
 
     def __call__(
         self,

@@ -85,6 +85,8 @@ class Strategy:
             if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
                 kind = "whole number" if whole else "number"
                 raise InputError(f"{name} is a {kind}; got {value!r}; {advice}")
+            if name == "temperature" and 0 < value < MIN_TEMPERATURE:
+                raise InputError(f"a temperature above 0 is at least {MIN_TEMPERATURE}; got {value}; 0 is greedy")
             if not (low <= value <= high and value < math.inf):
                 least = f"{low:g} or more" if low != ABOVE_0 else "above 0"
                 most = "" if high == math.inf else f" and at most {high:g}"
@@ -123,6 +125,7 @@ class Strategy:
         return sample(logits, seeds, steps)
 
 
+MIN_TEMPERATURE = 1e-6  # below it, logits divided by it may not be finite
 ABOVE_0 = 5e-324  # the smallest float
 
 # Lowest, highest, whether whole, advice.

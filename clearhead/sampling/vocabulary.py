@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from clearhead.data.isolated_process import HandlerError, IsolatedError, IsolatedProcesses
 from clearhead.data.tokenizer import BYTE_PIECE, Tokenizer
 from clearhead.data.tokenizer_parts import byte_alphabet
 from clearhead.errors import InputError, MissingExtraError
+from clearhead.sampling import grammar_trial
+from clearhead.sampling.grammar_trial import Words
 
+SECONDS, MEGABYTES = 3.0, 64  # to compile a stranger's schema; the usual ones take milliseconds and a few megabytes
+MAX_TRIED = 10_000  # schemas that are remembered
 # Decoders under which a token has the same bytes at every place, except for a space at the start of a text.
 _LOCAL = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Sequence", "Strip"}
 # The bytes of all characters beyond ASCII, except for Unicode planes that are empty or private.
@@ -34,7 +42,8 @@ class Vocabulary:
         self._alone = sorted(c for c in alone if not self._is_beyond(c))
 
         self.size = len(tokens)
-        self.handle = lib.LLTokenizer(lib.TokenizerWrapper(_Words(tokens)))
+        self.handle = lib.LLTokenizer(lib.TokenizerWrapper(Words(tokens)))
+        self._tokens, self._tried = tokens, dict[bytes, None]()
 
     def _is_beyond(self, char: str) -> bool:
         return self.has_beyond_ascii and char > "\x7f"
@@ -55,6 +64,27 @@ class Vocabulary:
         """The letters that may follow a backslash in JSON: those whose escapes the tokens can complete."""
         return "".join(c for c in 'nrbtf\\"u' if not self.lacks(c + "0123456789abcdefABCDEF" * (c == "u")))
 
+    @cached_property
+    def _trials(self) -> IsolatedProcesses:
+        first = {"tokens": [token.hex() for token in self._tokens]}
+        return IsolatedProcesses(Path(grammar_trial.__file__), seconds=SECONDS, megabytes=MEGABYTES, n=2, first=first)
+
+    def try_schema(self, schema: str, what: str) -> None:
+        """Compile a schema in a process apart; InputError if that takes too long, too much memory, or ends the process.
+
+        For schemas of strangers. One that passed is not tried again.
+        """
+        key = hashlib.sha256(schema.encode()).digest()
+        if key in self._tried:
+            return
+        try:
+            self._trials.call({"schema": schema})
+        except (IsolatedError, HandlerError) as error:
+            raise InputError(f"{what} is too costly: to compile it {error}; simplify it") from None
+        if len(self._tried) >= MAX_TRIED:
+            self._tried.clear()
+        self._tried[key] = None
+
     def rules(self, terminal: str) -> str:
         """A grammar for `terminal`, limited to texts that the tokens can spell; allows for the space that decoding removes."""
         if self.loses_space:
@@ -64,18 +94,6 @@ class Vocabulary:
             parts = [*([f"[{some}]"] if some else []), *map(literal, self._pieces)]
             terminal = f"{terminal} & /({'|'.join(parts)})*/"
         return f"start: TEXT\nTEXT: {terminal}"
-
-
-class _Words:
-    """The tokenizer interface of llguidance. Its end token is an extra one after all others, which no model has."""
-
-    bos_token_id = None
-
-    def __init__(self, tokens: list[bytes]) -> None:
-        self.tokens, self.eos_token_id, self.special_token_ids = [*tokens, b"<end>"], len(tokens), [len(tokens)]
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        return []  # used only to force tokens, which our grammars turn off
 
 
 _VOCABULARIES: WeakKeyDictionary[Tokenizer, Vocabulary] = WeakKeyDictionary()

@@ -6,6 +6,8 @@ service.py               what the routes share
 protocol.py              the bodies of requests, field by field
 *_routes.py              completion, chat, embedding, translation, transcription, explorer, health
 text_responses.py        generated texts, streamed or whole
+special_tokens.py        special tokens in what users wrote
+text_length.py           a limit on characters, checked before a text is tokenised
 text_deltas.py           tokens to text, delta by delta
 openai_format.py         log-probabilities and events in OpenAI's form
 explanation.py           attention, lens and ablation returned with a text

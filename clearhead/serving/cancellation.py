@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -32,6 +33,29 @@ async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -
         watch.cancel()
         task.cancel()
         await asyncio.gather(watch, task, return_exceptions=True)
+
+
+async def run_held(hold: AbstractAsyncContextManager[Any], work: Callable[[], T]) -> T:
+    """The result of `work`, run in a thread while `hold` (a lock, a slot) is taken.
+
+    Cancelled while it waits for `hold`, it never runs. Later a thread can not be stopped: what it holds is given back at its end.
+    """
+    has_begun = False
+
+    async def held() -> T:
+        nonlocal has_begun
+        async with hold:
+            has_begun = True
+            return await asyncio.to_thread(work)
+
+    task = asyncio.create_task(held())
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to ask for its error
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if not has_begun:
+            task.cancel()
+        raise
 
 
 async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

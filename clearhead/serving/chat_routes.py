@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
 
@@ -10,14 +9,15 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from clearhead.errors import InputError
-from clearhead.generation.texts import make_grammar
 from clearhead.models import Decoder
+from clearhead.sampling.grammar import Grammar
 from clearhead.serving.bounded_json import BoundedRoute
 from clearhead.serving.explanation import MAX_NEW
 from clearhead.serving.model_worker import ModelWorker
 from clearhead.serving.openai_format import chat_logprobs, new_id
 from clearhead.serving.protocol import Chat, ResponseFormat
 from clearhead.serving.service import Service
+from clearhead.serving.special_tokens import as_text
 from clearhead.serving.text_deltas import TextDelta, TextJob
 from clearhead.serving.text_length import check_characters
 from clearhead.serving.text_responses import generation_requests, respond, text_jobs
@@ -32,7 +32,7 @@ def chat_router(service: Service) -> APIRouter:
     async def chat(body: Chat, request: Request) -> Response:
         worker = service.find(body.model, "decoder")
         _check(body)
-        jobs = await asyncio.to_thread(_jobs, service, worker, body)
+        jobs = await service.prepare(request, _jobs, service, worker, body)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         head = dict(id=new_id("chatcmpl"), object=kind, created=int(time.time()), model=worker.name)
 
@@ -86,14 +86,13 @@ def chat_ids(worker: ModelWorker, body: Chat) -> list[int]:
     tokenizer = worker.tokenizer
     assert tokenizer is not None
     check_characters(worker, sum(len(message.text) for message in body.messages), "the conversation")
-    special = [tokenizer.token(id) for id in tokenizer.special_ids]
-    messages: list[dict[str, str]] = []
-    for message in body.messages:
-        text = message.text
-        for token in special:
-            if token in text:  # a zero-width space splits the token, and a reader sees the same text
-                text = text.replace(token, token[:1] + "\u200b" + token[1:])
-        messages.append({"role": "system" if message.role == "developer" else message.role, "content": text})
+    messages = [
+        {
+            "role": "system" if message.role == "developer" else message.role,
+            "content": as_text(tokenizer, message.text, f"message {at}"),
+        }
+        for at, message in enumerate(body.messages)
+    ]
     return tokenizer.encode(tokenizer.chat(messages), special=False)
 
 
@@ -106,4 +105,6 @@ def response_grammar(worker: ModelWorker, asked: ResponseFormat | None) -> Any:
     if asked.type == "json_schema" and asked.json_schema is None:
         raise InputError("response_format json_schema needs a json_schema; got none; give its schema")
     schema: Any = {"type": "object"} if asked.json_schema is None else asked.json_schema.schema_
-    return make_grammar(worker.model, worker.tokenizer, json_schema=schema)
+    model, tokenizer = worker.model, worker.tokenizer
+    ends = model.generation.eos
+    return Grammar.json_schema(schema, tokenizer, vocab_size=model.config.vocab_size, ends=ends, is_trusted=False)

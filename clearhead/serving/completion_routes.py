@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,9 @@ from clearhead.serving.model_worker import MAX_WAITING, ModelWorker
 from clearhead.serving.openai_format import completion_logprobs, new_id
 from clearhead.serving.protocol import Completion
 from clearhead.serving.service import Service
+from clearhead.serving.special_tokens import check_prompt
 from clearhead.serving.text_deltas import TextDelta, TextJob
+from clearhead.serving.text_length import check_characters
 from clearhead.serving.text_responses import generation_requests, respond, text_jobs
 
 
@@ -27,7 +28,7 @@ def completion_router(service: Service) -> APIRouter:
     async def completions(body: Completion, request: Request) -> Response:
         worker = service.find(body.model, "decoder")
         _check(body)
-        jobs = await asyncio.to_thread(_jobs, service, worker, body)
+        jobs = await service.prepare(request, _jobs, service, worker, body)
         head = dict(id=new_id("cmpl"), object="text_completion", created=int(time.time()), model=worker.name)
 
         def choice(number: int, delta: TextDelta) -> dict[str, Any]:
@@ -52,17 +53,25 @@ def _check(body: Completion) -> None:
 
 def _jobs(service: Service, worker: ModelWorker, body: Completion) -> list[TextJob]:
     """n jobs for each prompt, in order."""
+    tokenizer = worker.tokenizer
+    assert tokenizer is not None
+
+    def checked(prompt: str | list[int]) -> str | list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        check_characters(worker, len(prompt), "the prompt")
+        return check_prompt(tokenizer, prompt, body.special_tokens)
+
     more: dict[str, Any] = dict(scored=body.logprobs is not None, alternatives=body.logprobs or 0)
     requests = [
         one
-        for at, prompt in enumerate(body.prompts)
+        for at, prompt in enumerate(map(checked, body.prompts))
         for one in generation_requests(worker, body, prompt, max(body.max_tokens, 1), at * body.n, **more)
     ]
     jobs = text_jobs(service, worker, body, requests)
     if not body.echo:
         return jobs
-    assert worker.tokenizer is not None
-    texts = [each if isinstance(each, str) else worker.tokenizer.decode(each) for each in body.prompts]
+    texts = [each if isinstance(each, str) else tokenizer.decode(each) for each in body.prompts]
     return [
         replace(job, echo=texts[number // body.n], generates=body.max_tokens > 0) for number, job in enumerate(jobs)
     ]

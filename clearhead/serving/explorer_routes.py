@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from clearhead.errors import InputError, did_you_mean
 from clearhead.explorer.explorer import Explorer, Work, describe, model_of
 from clearhead.explorer.standalone_page import PAGE_FILES
-from clearhead.serving.cancellation import cancel_on_disconnect
+from clearhead.serving.cancellation import cancel_on_disconnect, run_held
 from clearhead.serving.model_worker import ModelWorker
 from clearhead.serving.service import Service
 
@@ -65,7 +65,7 @@ def explorer_router(service: Service) -> APIRouter:
         body = await request.body()
         if name in UPLOADS:
             model = _upload_model(explorers, name, request.query_params.get("model"))
-            answer = await asyncio.to_thread(explorers[model].take, name, body)
+            answer = await service.prepare(request, explorers[model].take, name, body)
         elif name == "models":
             answer = await asyncio.to_thread(describe, list(explorers.values()))
         else:
@@ -130,14 +130,8 @@ async def run_in_thread(work: Work, lock: asyncio.Lock) -> bytes:
                 return end.value
         return b""
 
-    async def locked() -> bytes:
-        async with lock:
-            return await asyncio.to_thread(run)
-
-    # The caller may be cancelled, but the thread runs to the end of its step; the lock is held until then.
-    task = asyncio.create_task(locked())
     try:
-        return await asyncio.shield(task)
+        return await run_held(lock, run)
     except asyncio.CancelledError:
         has_gone = True
         raise

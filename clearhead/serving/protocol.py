@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
+from clearhead.sampling.strategy import MIN_TEMPERATURE
 from clearhead.serving.strict_fields import Fields
 
 MAX_TEXTS = 256  # prompts or inputs in one request
@@ -18,7 +19,6 @@ MAX_STOPS = 16
 MAX_TEXT = 4_000_000  # characters
 MAX_PARTS = 1000  # of one message's content
 MAX_BIASES = 300_000  # more than any vocabulary has tokens
-MIN_TEMPERATURE = 1e-6  # below it, logits divided by it are not finite
 LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
@@ -118,6 +118,7 @@ class Completion(TextBody):
     max_tokens: int = Field(16, ge=0)  # 0 with echo: the prompt is returned, and nothing is generated
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
+    special_tokens: Literal["read", "text"] | None = None  # what their names in a prompt are
 
     @property
     def prompts(self) -> list[str | list[int]]:

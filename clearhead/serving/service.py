@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ParamSpec, TypeVar
 
+from starlette.requests import Request
+
+from clearhead.serving.cancellation import ClientSlots, cancel_on_disconnect, run_held
 from clearhead.serving.guards import Limits
 from clearhead.serving.http_errors import UnknownModelError
 from clearhead.serving.metrics import Metrics
 from clearhead.serving.model_worker import ModelWorker
+
+P = ParamSpec("P")
+T = TypeVar("T")
+MAX_PREPARED = 2  # requests of one client at once
 
 
 @dataclass(frozen=True)
@@ -16,6 +26,7 @@ class Service:
     workers: Mapping[str, ModelWorker]
     limits: Limits
     metrics: Metrics
+    slots: ClientSlots = field(default_factory=lambda: ClientSlots(MAX_PREPARED))
 
     def find(self, name: str, *kinds: str) -> ModelWorker:
         """The worker of this name and one of these kinds; without a name, the first of these kinds."""
@@ -26,3 +37,11 @@ class Service:
             return fitting[0]
         served = ", ".join(worker.name for worker in fitting) or "none"
         raise UnknownModelError(f"there is no model {name!r:.100} for this; served here: {served}")
+
+    async def prepare(self, request: Request, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """The result of a function, in a thread: texts tokenised, a schema compiled, a picture decoded.
+
+        So that a client with slow ones delays only itself, each has two at once; those of clients that have gone are not begun.
+        """
+        work = run_held(self.slots.one(), partial(function, *args, **options))
+        return await cancel_on_disconnect(request, asyncio.wait_for(work, self.limits.seconds))

@@ -15,6 +15,7 @@ from clearhead.errors import InputError
 from clearhead.generation import Request as GenerationRequest
 from clearhead.generation.texts import make_request
 from clearhead.models import Decoder
+from clearhead.sampling.strategy import Strategy
 from clearhead.serving.cancellation import cancel_on_disconnect
 from clearhead.serving.explanation import make_plan
 from clearhead.serving.http_errors import error_body
@@ -23,7 +24,6 @@ from clearhead.serving.openai_format import DONE, Chunks, EventStream, event
 from clearhead.serving.protocol import TextBody
 from clearhead.serving.service import Service
 from clearhead.serving.text_deltas import TextDelta, TextJob, Usage, join, merged_deltas
-from clearhead.serving.text_length import check_characters
 
 Choice = Callable[[int, TextDelta], dict[str, Any]]  # one entry of `choices`, by its number
 
@@ -34,22 +34,28 @@ def generation_requests(
     """The n requests for one prompt. Their seeds follow each other; the first has number `first` in the whole answer."""
     assert isinstance(worker.model, Decoder)
     assert worker.tokenizer is not None
-    if isinstance(prompt, str):
-        check_characters(worker, len(prompt), "the prompt")
-    options = body.options()
-    try:
-        options["logit_bias"] = {int(id): bias for id, bias in (body.logit_bias or {}).items()}
-    except ValueError:
-        raise InputError(f"logit_bias maps ids to numbers; got {body.logit_bias!r:.80}; use ids as keys") from None
     seed = (random.getrandbits(62) if body.seed is None else body.seed) + first
     more |= dict(max_new_tokens=max_new_tokens, seed=seed, stop=body.stops)
-    one = make_request(worker.model, worker.tokenizer, prompt, **options, **more)
+    one = make_request(worker.model, worker.tokenizer, prompt, **more)
     return [replace(one, seed=seed + copy) for copy in range(body.n)]
+
+
+def body_strategy(body: TextBody) -> Strategy:
+    """How the tokens of all texts of a request are chosen. Made once: `logit_bias` may name every token of the vocabulary."""
+    try:
+        biases = {int(id): bias for id, bias in (body.logit_bias or {}).items()}
+    except ValueError:
+        raise InputError(f"logit_bias maps ids to numbers; got {body.logit_bias!r:.80}; use ids as keys") from None
+    return Strategy.of({**body.options(), "logit_bias": biases})
 
 
 def text_jobs(
     service: Service, worker: ModelWorker, body: TextBody, requests: list[GenerationRequest]
 ) -> list[TextJob]:
+    shared = replace(requests[0], strategy=body_strategy(body))
+    # Prepared here and not in the engine's thread: that would hold up everyone.
+    processor = None if worker.engine is None else worker.engine.processors.get(shared)
+    requests = [replace(one, strategy=shared.strategy, processor=processor) for one in requests]
     plan, seconds = make_plan(worker, body.explain, requests), service.limits.seconds
     return [
         TextJob(one, body.stops, seconds, counts_prompt=number % body.n == 0, plan=plan)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from io import BytesIO
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from clearhead.data.audio import load_audio
 from clearhead.errors import InputError, did_you_mean
 from clearhead.generation.transcription import Scribe
 from clearhead.models import EncoderDecoder
-from clearhead.serving.cancellation import ClientSlots, cancel_on_disconnect, gather_or_cancel
+from clearhead.serving.cancellation import ClientSlots, cancel_on_disconnect, gather_or_cancel, run_held
 from clearhead.serving.service import Service
 
 MAX_SOUNDS = 2  # of one client at once: half an hour of sound takes a hundred MB and more
@@ -44,7 +43,7 @@ def transcription_router(service: Service) -> APIRouter:
 
         async def transcribe(data: bytes) -> str:
             async with slots.one():
-                requests = await asyncio.to_thread(lambda: list(scribe.requests(load_audio(BytesIO(data)))))
+                requests = await run_held(service.slots.one(), lambda: list(scribe.requests(load_audio(BytesIO(data)))))
                 work = [worker.finish(one, service.limits.seconds) for one in requests]
                 tickets = await gather_or_cancel(work)
             return " ".join(scribe.tokenizer.decode(ticket.hypotheses[0].tokens).strip() for ticket in tickets)

@@ -31,7 +31,7 @@ def translation_router(service: Service) -> APIRouter:
     @router.post("/v1/translate", response_model=None)
     async def translate(body: Translation, request: Request) -> dict[str, Any]:
         worker = service.find(body.model, "translator")
-        requests = await asyncio.to_thread(lambda: [translation_request(worker, body, text) for text in body.texts])
+        requests = await service.prepare(request, translation_requests, worker, body)
         plan = make_plan(worker, body.explain, requests)
         work = [_translate(worker, body, one, plan, service.limits.seconds) for one in requests]
         found = await cancel_on_disconnect(request, gather_or_cancel(work))
@@ -39,6 +39,10 @@ def translation_router(service: Service) -> APIRouter:
         return {"object": "list", "model": worker.name, "data": data}
 
     return router
+
+
+def translation_requests(worker: ModelWorker, body: Translation) -> list[GenerationRequest]:
+    return [translation_request(worker, body, text) for text in body.texts]
 
 
 def translation_request(worker: ModelWorker, body: Translation, text: str) -> GenerationRequest:

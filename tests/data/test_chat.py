@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from clearhead.data import chat as chat_module
 from clearhead.data import load_tokenizer, train_tokenizer
+from clearhead.data.isolated_process import IsolatedProcesses
 from clearhead.errors import InputError, MissingExtraError
 
+TEMPLATE_HANDLER = Path(chat_module.__file__).with_name("chat_template.py")
 TOKENIZER = train_tokenizer(kind="bytes")
 MESSAGES = [
     {"role": "system", "content": "Be <b>brief</b> & kind."},
@@ -96,7 +99,48 @@ def test_refusals(template: str | None, messages: object, words: str) -> None:
         chat(template, messages)
 
 
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (
+            "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+            "it took more than 1 seconds",
+        ),
+        (
+            "{% macro f(n) %}{{ f(n - 1) if n else '' }}{{ f(n - 1) if n else '' }}{% endmacro %}{{ f(90) }}",
+            "1 seconds",
+        ),
+        (
+            "{% set n = namespace(x='ab') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+            "it took more than 64 MB of memory",
+        ),
+        ("{{ 'a' * 10 ** 12 }}", "64 MB of memory"),
+    ],
+)
+def test_a_template_that_spins_or_swells_is_stopped(template: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = IsolatedProcesses(TEMPLATE_HANDLER, seconds=1.0, megabytes=64)
+    monkeypatch.setattr(chat_module, "_processes", lambda: processes)
+    before = chat(CHATML)
+    with pytest.raises(InputError, match=f"template failed on these 2 messages: .*{words}"):
+        chat(template)
+    assert chat(CHATML) == before
+
+
+def test_what_is_no_json_is_refused() -> None:
+    with pytest.raises(InputError, match=r"plain texts, numbers, lists and dicts; got others .*set.*; convert"):
+        chat(CHATML, [{"role": "user", "content": {1, 2}}])
+
+
+def test_the_handlers_process_finds_no_module_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "jinja2.py").write_text("raise SystemExit('planted')")
+    monkeypatch.chdir(tmp_path)
+    processes = IsolatedProcesses(TEMPLATE_HANDLER, seconds=5.0, megabytes=64)
+    assert processes.call({"template": "{{ messages }}", "messages": 7, "variables": {}}) == "7"
+
+
 def test_without_jinja(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(MissingExtraError, match=r"pip install clearhead\[chat\]"):
         chat(CHATML)

@@ -212,6 +212,50 @@ def test_preparation_needs_little_memory(tmp_path: Path, tokenizer: Tokenizer, m
     assert peak < 4_500_000
 
 
+@pytest.mark.parametrize("name", ["text.bin", "store.json"])
+def test_a_flipped_bit_is_found_when_a_store_is_used_again(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
+    """Another run would train on other tokens, without a word."""
+    file, folder = write(tmp_path / "a.txt", "one\ntwo\n"), tmp_path / "s"
+    prepare_texts(folder, file, tokenizer)
+    whole = (folder / name).read_bytes()
+    at = whole.index(b'"dtype"') + 11 if name == "store.json" else 0
+    (folder / name).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    with pytest.raises(CheckpointError, match=r"is no whole store .*checksum.* delete the folder and prepare"):
+        prepare_texts(folder, file, tokenizer)
+
+
+def test_folders_are_synced_after_a_rename(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renamed: list[Path] = []
+    synced: list[tuple[Path, int]] = []
+    rename, replace, fsync = Path.rename, os.replace, os.fsync
+
+    def note(path: Path) -> None:
+        renamed.append(path.parent)
+
+    def noted_rename(self: Path, target: Path) -> Path:
+        note(Path(target))
+        return rename(self, target)
+
+    def noted_replace(source: Path, target: Path) -> None:
+        note(Path(target))
+        replace(source, target)
+
+    def noted_fsync(handle: int) -> None:
+        if Path(f"/proc/self/fd/{handle}").is_dir():
+            synced.append((Path(f"/proc/self/fd/{handle}").resolve(), len(renamed)))
+        fsync(handle)
+
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    make(tmp_path / "s")
+    assert (tmp_path, len(renamed)) in synced
+    tokenizer.save(tmp_path / "t")
+    assert (tmp_path / "t", len(renamed)) in synced
+
+
 def test_a_store_is_made_once(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     file, folder = write(tmp_path / "a.txt", "one\ntwo\n"), tmp_path / "s"
     first = prepare_texts(folder, file, tokenizer).info["fingerprint"]

@@ -17,6 +17,7 @@ from tokenizers import decoders, models
 from clearhead.config import Generation
 from clearhead.data import Tokenizer
 from clearhead.engine.allocator import BLOCK_SIZE, NO_OWNER
+from clearhead.engine.processor_cache import ProcessorCache
 from clearhead.engine.runner import ModelRunner
 from clearhead.errors import InputError
 from clearhead.generation import Engine, Grammar, Hypothesis, Request, Strategy, Ticket, Token, generate, stream
@@ -854,3 +855,20 @@ def test_bad_engines(bad: dict[str, Any]) -> None:
     ((name, value),) = bad.items()
     with pytest.raises(InputError, match=f"{name} is a whole number of at least 1; got {value}; raise it"):
         Engine(model_of("llama"), **bad)
+
+
+def test_processors_are_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal requests share one. A thousand of them, each with numbers for a whole vocabulary, took gigabytes."""
+    cache = ProcessorCache(model_of("llama"))
+    requests = [Request(prompt=[1], strategy=Strategy(logit_bias={at: 1.0})) for at in range(9)]
+    size = cache.get(requests[0]).nbytes
+    assert size > 4 * 53
+    monkeypatch.setattr("clearhead.engine.processor_cache.MAX_BYTES", 4 * size)
+    for request in requests:
+        cache.get(request)
+    assert (len(cache.kept), cache.n_bytes) == (4, 4 * size)
+    same = Request(prompt=[2], strategy=Strategy(logit_bias={8: 1.0}))
+    assert cache.get(same) is cache.get(requests[8])
+    prepared = replace(same, processor=LogitsProcessor(model_of("llama"), None, same.strategy))
+    assert cache.get(prepared) is prepared.processor
+    assert cache.get(replace(prepared, eos=(3,))).ends == (3,), "one that was prepared for other settings is not used"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import clearhead as ch
 from clearhead import kernels
@@ -423,6 +425,36 @@ def test_two_threads_one_model() -> None:
     with ThreadPoolExecutor(2) as pool:
         for found in pool.map(write, range(2)):
             assert found == expected
+
+
+@pytest.mark.slow
+def test_generating_while_another_thread_trains() -> None:
+    """Nothing breaks: each text has its tokens, each step its finite loss, and afterwards both agree with the plain forward."""
+    model = ch.build(ch.preset("gpt2", n_layers=4, d_model=64, n_heads=4, d_ff=128, vocab_size=509, max_len=80), seed=0)
+    assert isinstance(model, Decoder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens, is_over = torch.randint(0, 509, (2, 33)), threading.Event()
+    losses: list[float] = []
+
+    def train() -> None:
+        while not is_over.is_set():
+            loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(train)
+        texts = [ch.generate(model, [[at + 1, 2]], max_new_tokens=60, eos=())[0] for at in range(20)]
+        is_over.set()
+        training.result()
+    assert {len(text) for text in texts} == {60}
+    assert all(0 <= token < 509 for text in texts for token in text)
+    assert losses[-1] < losses[0]
+    text = ch.generate(model, [[1, 2]], max_new_tokens=20, eos=())[0]
+    with torch.no_grad():
+        assert model(torch.tensor([[1, 2, *text]]))[0, 1:-1].argmax(-1).tolist() == text
 
 
 def test_unknown_numbers_are_refused() -> None:

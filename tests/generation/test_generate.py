@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from clearhead.config import Generation
-from clearhead.engine.runner import ModelRunner, eval_mode
+from clearhead.engine.runner import ModelRunner
 from clearhead.errors import InputError
 from clearhead.generation import Engine, Hypothesis, Request, engines, generate
+from clearhead.inside.evaluation_mode import eval_mode, may_train
 from tests.generation.models import DECODERS, ENDS, cut, pair, texts
 from tests.models.tiny import tiny
 
@@ -170,6 +171,21 @@ def test_modes_are_put_back() -> None:
     assert [module.training for module in model.modules()] == modes
     with pytest.raises(ZeroDivisionError), eval_mode(model):
         1 / 0  # noqa: B018
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_dropout_stays_off_until_the_last_caller_has_finished() -> None:
+    """Of two threads that generate, the one that ends first does not switch dropout on for the other."""
+    model = tiny("gpt2", dropout=0.5).train()
+    model.get_submodule("blocks.1").eval()
+    modes = [module.training for module in model.modules()]
+    first, second = eval_mode(model), eval_mode(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not any(module.training for module in model.modules())
+    assert may_train(model)
+    second.__exit__(None, None, None)
     assert [module.training for module in model.modules()] == modes
 
 

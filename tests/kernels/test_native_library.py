@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -83,15 +84,27 @@ def test_a_damaged_file_is_compiled_anew(harm: str, cache: Path, n_compiled: lis
 
 
 def test_a_planted_library_is_not_loaded(cache: Path, n_compiled: list[Path]) -> None:
-    """A file that everybody may write to, or in a folder that everybody may write to, may be anyone's."""
+    """A file that others may write to, or in a folder that others may write to, may be anyone's."""
     path = native_library.locate()
     path.chmod(0o757)
     assert native_library.locate() == path
     assert len(n_compiled) == 2
     assert not path.stat().st_mode & 0o002
-    cache.chmod(0o777)
-    with pytest.raises(RuntimeError, match=r"everybody may write to it.*set CLEARHEAD_CACHE to a folder of your own"):
-        native_library.locate()
+    for mode in (0o777, 0o775):
+        cache.chmod(mode)
+        with pytest.raises(RuntimeError, match=r"others may write to it.*set CLEARHEAD_CACHE to a folder of your own"):
+            native_library.locate()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o700), (0o022, 0o755), (0o002, 0o755)])
+def test_the_umask_holds(cache: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        path = native_library.locate()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert stat.S_IMODE(cache.stat().st_mode) & umask == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give files away")

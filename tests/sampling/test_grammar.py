@@ -17,6 +17,7 @@ import torch
 from tokenizers import decoders, models
 
 from clearhead.data import Tokenizer, load_tokenizer, train_tokenizer
+from clearhead.data.isolated_process import IsolatedProcesses
 from clearhead.data.sentencepiece import BYTE, CONTROL, UNKNOWN, Piece, build_core
 from clearhead.data.tokenizer_parts import byte_alphabet
 from clearhead.errors import InputError, MissingExtraError
@@ -490,6 +491,36 @@ def test_schemas_within_the_bounds_are_compiled() -> None:
         threading.stack_size(usual)
     thread.join()
     assert failed == []
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 999_983},
+        {"allOf": [{"type": "string", "pattern": f"a.*{chr(97 + at % 26)}{{{at + 1}}}"} for at in range(60)]},
+    ],
+)
+def test_a_strangers_schema_that_takes_minutes_is_stopped(schema: Any) -> None:
+    tokenizer = train_tokenizer(kind="bytes")
+    with pytest.raises(
+        InputError, match=r"JSON schema .* is too costly: to compile it .*took more than .*; simplify it"
+    ):
+        Grammar.json_schema(schema, tokenizer, is_trusted=False)
+    Grammar.json_schema({"type": "integer"}, tokenizer, is_trusted=False)
+
+
+def test_a_schema_that_passed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = train_tokenizer(kind="bytes")
+    Grammar.json_schema({"type": "integer"}, tokenizer, is_trusted=False)
+    monkeypatch.setattr(IsolatedProcesses, "call", lambda self, request: pytest.fail("tried"))
+    Grammar.json_schema({"type": "integer"}, tokenizer, is_trusted=False)
+    Grammar.json_schema({"type": "number"}, tokenizer)  # the user's own
+
+
+def test_a_crash_of_the_compiler_ends_only_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clearhead.sampling.grammar.check_bounds", lambda schema, what: None)
+    with pytest.raises(InputError, match=r"to compile it crashed, or took .* \(status -\d+\); simplify it"):
+        Grammar.json_schema(chain(2500, {"type": "integer"}), train_tokenizer(kind="bytes"), is_trusted=False)
 
 
 def test_a_regex_has_a_limit() -> None:

@@ -166,6 +166,7 @@ def test_a_rows_draw_is_its_own() -> None:
         (dict(top_p=0), "top_p must be above 0 and at most 1; got 0"),
         (dict(top_p="0.9"), "top_p is a number; got '0.9'"),
         (dict(temperature=-1), "temperature must be 0 or more; got -1; 0 is greedy"),
+        (dict(temperature=1e-45), "a temperature above 0 is at least 1e-06; got 1e-45; 0 is greedy"),
         (dict(temperature=math.inf), "temperature must be 0 or more; got inf"),
         (dict(temperature=math.nan), "temperature must be 0 or more; got nan"),
         (dict(temperature=True), "temperature is a number; got True"),

@@ -42,7 +42,8 @@ class Target:
 
     def post(self, path: str, body: bytes, kind: str = "application/json") -> int:
         place = urlsplit(self.url)
-        connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=120)
+        # Long enough for half an hour of sound on a busy machine.
+        connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=600)
         try:
             headers = {"authorization": f"Bearer {self.key}", "content-type": kind}
             connection.request("POST", path, body, headers)
@@ -100,6 +101,14 @@ def send_wrong_items(target: Target) -> list[int]:
 def send_long_prompt(target: Target) -> list[int]:
     body = json.dumps({"model": "gpt", "prompt": "a" * int(4_000_000 * target.scale)}).encode()
     return [target.post("/v1/completions", body)]
+
+
+def send_schema(target: Target) -> list[int]:
+    """Small, and within all bounds, but to compile it takes half a minute."""
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "integer", "multipleOf": 999_983}}}
+    messages = [{"role": "user", "content": "hello"}]
+    body = {"model": "gpt", "messages": messages, "max_tokens": 4, "response_format": form}
+    return [target.post("/v1/chat/completions", json.dumps(body).encode())]
 
 
 def send_stops(target: Target) -> list[int]:
@@ -164,6 +173,7 @@ class Attack:
 
 ATTACKS = {
     "none": Attack("none", 0, lambda _: [], ()),
+    "schemas": Attack("C3 schemas that take half a minute, 4 clients", 4, send_schema, (400,)),
     "audio": Attack("H1 audio bombs, 4 clients", 4, send_sound, (400, 200)),
     "validation": Attack("H2 8 MB of wrong items, 4 clients", 4, send_wrong_items, (400, 413)),
     "prompts": Attack("H3 4 million `a`, 10 clients", 10, send_long_prompt, (400,)),
