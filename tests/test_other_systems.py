@@ -136,7 +136,7 @@ def test_auto_takes_the_gpu_of_apple(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_training_and_generating_without_float64(tmp_path: Path) -> None:
-    run(APPLE, tmp_path)
+    run(APPLE, tmp_path, CLEARHEAD_NATIVE="0")
 
 
 @pytest.mark.slow
@@ -144,8 +144,14 @@ def test_nothing_of_one_system_is_needed(tmp_path: Path) -> None:
     run(HIDE + USE, tmp_path)
 
 
-def run(script: str, tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "CLEARHEAD_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+def run(script: str, tmp_path: Path, **more: str) -> None:
+    env = {
+        **os.environ,
+        **more,
+        "PYTHONPATH": str(ROOT),
+        "CLEARHEAD_CACHE": str(tmp_path / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script],
         cwd=tmp_path,
