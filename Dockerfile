@@ -18,7 +18,8 @@ RUN python -m venv /build \
 FROM python:3.13-slim
 RUN useradd --create-home --uid 10001 clearhead
 COPY --from=build /opt/clearhead /opt/clearhead
-USER clearhead
+# By number: a host that asks whether this is root need not know the name.
+USER 10001
 ENV PATH=/opt/clearhead/bin:$PATH PYTHONUNBUFFERED=1
 EXPOSE 8000
 HEALTHCHECK --start-period=60s CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/healthz', timeout=5)"]

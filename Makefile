@@ -25,15 +25,18 @@ test-fast: .venv/.installed page-packages ## Run all tests but the slow ones, in
 test-faults: .venv/.installed ## Attack a server while a bystander asks, for about four minutes; print what the bystander saw
 	@$(BIN)/python -m tests.serving.attack_table
 
-tools: ## Install what some tests need: Chromium, node, a C++ compiler (Debian, Ubuntu)
+tools: ## Install what some tests need: Chromium, node, a C++ compiler (by apt as root; elsewhere Chromium by playwright)
 	@missing=""; \
 	  { $(CAN_COMPILE); } || missing="$$missing g++ python3-dev"; \
 	  command -v node >/dev/null 2>&1 && command -v npm >/dev/null 2>&1 || missing="$$missing nodejs npm"; \
-	  ( $(HAS_CHROMIUM) ) || missing="$$missing chromium"; \
-	  if [ -z "$$missing" ]; then echo "all tools are here"; \
-	  elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then apt-get update -qq && apt-get install -y -qq $$missing; \
-	  else echo "error: missing:$$missing; on Debian or Ubuntu: sudo apt-get install$$missing, on macOS: xcode-select --install," \
-	    "brew install node chromium" >&2; exit 1; fi
+	  $(PYTHON) tests/chromium.py >/dev/null || missing="$$missing chromium"; \
+	  if [ -z "$$missing" ]; then echo "all tools are here"; exit; fi; \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then apt-get update -qq && apt-get install -y -qq $$missing; exit; fi; \
+	  case "$$missing" in *chromium*) \
+	    $(MAKE) --no-print-directory .venv/.installed && $(BIN)/python -m playwright install chromium && missing="$${missing%% chromium}";; esac; \
+	  if [ -n "$$missing" ]; then \
+	    echo "error: missing:$$missing; on Debian or Ubuntu: sudo apt-get install$$missing, on macOS: xcode-select --install," \
+	      "brew install node chromium" >&2; exit 1; fi
 
 check: .venv/.installed node_modules/.installed ## Check format, lint, types, import arrows and public names
 	$(BIN)/ruff format --check .
@@ -97,9 +100,6 @@ CANNOT_COMPILE = no C++ compiler or no Python headers found, and torch.compile n
 
 compiler-needed:
 	@{ $(CAN_COMPILE); } || { echo "error: $(CANNOT_COMPILE)" >&2; exit 1; }
-
-# The names that tests/tools.py looks for.
-HAS_CHROMIUM = for name in "$${CHROMIUM:-chromium}" chromium-browser google-chrome; do command -v "$$name" >/dev/null 2>&1 && exit 0; done; exit 1
 
 # Where there is node, what it brings for the tests of the explorer's page.
 page-packages:

@@ -32,6 +32,8 @@ PLATFORM = "manylinux_2_28"
 # Processors below the first of these compile their own kernels, or run on torch's operators.
 WHEELS = {"x86_64": ("x86-64-v3", "x86-64-v4", "x86-64-v4-vnni"), "aarch64": ("aarch64",)}
 NOBODY = ("--owner=0", "--group=0", "--numeric-owner", "--mode=u=rwX,go=rX")
+# Of packages whose metadata does not name one, read in their files.
+LICENCES = {"protobuf": "BSD-3-Clause"}
 CROSS = {"aarch64": "aarch64-linux-gnu-g++", "x86_64": "x86_64-linux-gnu-g++"}
 
 
@@ -162,6 +164,15 @@ def audit(wheel: Path) -> None:
 def write_sbom(path: Path) -> None:
     """All packages that this environment holds, with versions and licences."""
     run([sys.executable, "-m", "cyclonedx_py", "environment", "--output-reproducible", "--of", "JSON", "-o", str(path)])
+    content = json.loads(path.read_text())
+    for part in content["components"]:
+        if part["name"] == "clearhead":
+            part.pop("externalReferences", None)  # the folder it was built in
+        if not part.get("licenses") and part["name"] in LICENCES:
+            part["licenses"] = [{"license": {"id": LICENCES[part["name"]]}}]
+    if unknown := [part["name"] for part in content["components"] if not part.get("licenses")]:
+        raise SystemExit(f"error: no licence is known of {', '.join(unknown)}; look it up and add it to LICENCES")
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def write_provenance(out: Path) -> None:

@@ -20,6 +20,8 @@ import time
 import urllib.request
 from pathlib import Path
 
+from clearhead.kernels import native_library
+
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["model.n_layers=2", "model.d_model=64", "model.n_heads=4", "train.steps=20", "train.batch_tokens=2048"]
 NEEDS_NATIVE = (
@@ -28,6 +30,32 @@ NEEDS_NATIVE = (
     "assert native_library.locate().parent == native_library.PREBUILT\n"
     "print(native_library.locate().name)"
 )
+
+# Decodes with float32, int8 and int4 weights; prints where the kernels are, and a hash of the tokens and their logits.
+BITS = """
+import hashlib
+import torch
+import clearhead as ch
+from clearhead.kernels import native, native_library
+from clearhead.quantization.integer import quantize
+assert native.is_there(), native.why_not()
+print(native_library.locate())
+for kind in (None, "int8", "int4"):
+    model = ch.load("runs/x")
+    if kind is not None:
+        model = quantize(model, kind)
+    tokens = torch.arange(2, 9)[None]
+    content = hashlib.sha256()
+    with torch.no_grad():
+        for _ in range(20):
+            logits = model(tokens)[:, -1]
+            tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], 1)
+            content.update(logits.numpy().tobytes())
+        # The decode step itself: the score adds the log-probabilities of all its tokens.
+        found = ch.generate(model, [[2, 3, 4], [5, 6]], max_new_tokens=20, return_scores=True)
+    content.update(repr(found).encode())
+    print(f"{kind or 'float32'}={content.hexdigest()[:16]}")
+"""
 
 
 def main() -> int:
@@ -85,6 +113,7 @@ class Trial:
         print(
             f"from an installed wheel to the first generated text, training included: {time.perf_counter() - started:.1f} s"
         )
+        self.compare_with_source()
         self.step("clearhead", "explore", "runs/x", "the red cat", "--export", "page.html")
         assert (self.folder / "runs" / "x" / "report.html").is_file(), "training wrote no report"
         refused = subprocess.run(
@@ -95,6 +124,26 @@ class Trial:
         print(f"without the extra: {refused.stderr.strip()}")
         self.install(f"{wheel}[serve]")
         self.serve()
+
+    def compare_with_source(self) -> None:
+        """The wheel's kernels and those compiled from its sources give the same bits: tokens and logits, in three types."""
+        compiler = native_library.find_compiler()
+        inside = self.folder / "env" / "lib"
+        (package,) = inside.glob("python3*/site-packages/clearhead")
+        copy = self.folder / "source" / "clearhead"
+        shutil.copytree(package, copy, ignore=shutil.ignore_patterns("prebuilt", "__pycache__"))
+        source = {**self.env, "PYTHONPATH": str(copy.parent), "CXX": compiler, "PATH": os.environ["PATH"]}
+        said = [
+            subprocess.run(
+                [self.bin / "python", "-c", BITS], cwd=self.folder, env=env, capture_output=True, text=True, check=True
+            ).stdout.split()
+            for env in (self.env, source)
+        ]
+        (wheel, *bits), (compiled, *others) = said
+        assert Path(wheel).parent.name == "prebuilt", wheel
+        assert Path(compiled).parent.name != "prebuilt", compiled
+        assert bits == others, f"the wheel's kernels and those compiled here differ: {bits} and {others}"
+        print(f"the wheel and its source compiled here give the same bits: {', '.join(bits)}")
 
     def install(self, what: str) -> None:
         self.step(

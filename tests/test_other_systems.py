@@ -11,6 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from clearhead import kernels
+from clearhead.cli.arguments import find_device
+from clearhead.training.precision import uses_bfloat16
+from clearhead.training.recipe import Train
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -18,7 +24,7 @@ HIDE = """
 import builtins, os, pathlib, signal, sys
 for name in ("fcntl", "resource", "pwd", "grp", "termios"):
     sys.modules[name] = None
-import torch  # torch itself is built for its system; what follows is ours
+import torch, torch.distributed.checkpoint  # torch itself is built for its system; what follows is ours
 for name in ("getuid", "geteuid", "sysconf", "fork", "sync", "sched_getaffinity", "sched_setaffinity", "getloadavg",
              "O_NOFOLLOW", "O_DIRECTORY", "fchmod", "chown", "posix_fadvise", "register_at_fork", "killpg", "setsid", "mkfifo"):
     if hasattr(os, name):
@@ -39,6 +45,14 @@ def no_proc(file, *args, **kwargs):
 builtins.open = no_proc
 import io
 io.open = no_proc
+import ctypes
+class Kernel32:
+    def GlobalMemoryStatusEx(self, status):
+        status._obj.free = 8 << 30
+        return 1
+class Windll:
+    kernel32 = Kernel32()
+ctypes.windll = Windll()
 """
 
 USE = """
@@ -63,7 +77,7 @@ clearhead("train", "language", "text.txt", "--out", "run", *small)
 clearhead("train", "--resume", "run")
 assert clearhead("generate", "run", "the cat", "--max-new-tokens", "5").startswith("the cat")
 clearhead("explore", "run", "the cat", "--export", "page.html")
-clearhead("doctor")
+assert "8.6 GB free" in clearhead("doctor")
 model = ch.load("run")
 ch.save(model, "copy")
 ch.load("copy")
@@ -71,11 +85,75 @@ print("all ran")
 """
 
 
+APPLE = """
+import sys
+import torch
+import clearhead as ch
+from tests.fake_mps import NAME, fake_mps
+from clearhead.kernels import checks
+from clearhead.cli import app
+from pathlib import Path
+from typer.testing import CliRunner
+
+def clearhead(*words):
+    done = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+Path("text.txt").write_text("\\n".join(f"the cat sees bird number {i * i}." for i in range(2000)))
+small = [w for s in ("model.n_layers=1", "model.d_model=32", "model.n_heads=2", "data.length=32", "train.steps=4",
+                     "train.batch_tokens=256", "train.checkpoint_every=2", "train.average=2", f"train.device={NAME}")
+         for w in ("--set", s)]
+with fake_mps():
+    try:
+        torch.ones(2, device=NAME).double()
+    except TypeError:
+        pass
+    else:
+        raise SystemExit("the stand-in has float64")
+    clearhead("train", "language", "text.txt", "--out", "run", *small)
+    for more in ([], ["--temperature", "0.7", "--top-p", "0.9"]):
+        there, cpu = (clearhead("generate", "run", "the cat", "--max-new-tokens", "9", "--device", device, *more)
+                      for device in (NAME, "cpu"))
+        assert there == cpu, (there, cpu)
+    clearhead("explore", "run", "the cat", "--export", "page.html", "--device", NAME)
+    model = ch.load("run", device=NAME)
+    assert model(torch.ones(1, 3, dtype=torch.long, device=NAME)).device.type == NAME
+print("all ran")
+"""
+
+
+def test_auto_takes_the_gpu_of_apple(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert kernels.best_device() == find_device("auto") == "mps"
+    assert not uses_bfloat16(Train(), torch.device("mps")), "bfloat16 by itself is for GPUs that compute it faster"
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert kernels.best_device() == find_device("auto") == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert kernels.best_device() == find_device("auto") == "cuda"
+
+
+@pytest.mark.slow
+def test_training_and_generating_without_float64(tmp_path: Path) -> None:
+    run(APPLE, tmp_path, CLEARHEAD_NATIVE="0")
+
+
 @pytest.mark.slow
 def test_nothing_of_one_system_is_needed(tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "CLEARHEAD_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    run(HIDE + USE, tmp_path)
+
+
+def run(script: str, tmp_path: Path, **more: str) -> None:
+    env = {
+        **os.environ,
+        **more,
+        "PYTHONPATH": str(ROOT),
+        "CLEARHEAD_CACHE": str(tmp_path / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", HIDE + USE],
+        [sys.executable, "-W", "ignore", "-c", script],
         cwd=tmp_path,
         env=env,
         capture_output=True,

@@ -1,7 +1,7 @@
 """Programs that some tests need beside Python: Chromium, node and its packages, a C++ compiler.
 
 Without one of them these tests are skipped, and the last line of the run counts them and names the command that brings it.
-Where all tools must be there (CI=true or CLEARHEAD_ALL_TOOLS=1), such a run fails.
+Where all tools must be there (CLEARHEAD_ALL_TOOLS=1), such a run fails.
 """
 
 from __future__ import annotations
@@ -14,22 +14,18 @@ from pathlib import Path
 
 import pytest
 
+from tests import chromium
+
 ROOT = Path(__file__).resolve().parents[1]
-CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")
 # Each reason for such a skip has one of these in it; tests of the compiled kernels take theirs from `native.why_not`.
 MISSING = {"Chromium": "no Chromium", "node": "no node", "a C++ compiler": "no C++ compiler"}
-
-
-def find_chromium() -> str | None:
-    names = (os.environ.get("CHROMIUM") or CHROMIUMS[0], *CHROMIUMS[1:])
-    return next(filter(None, map(shutil.which, names)), None)
 
 
 def what_is_missing(item: pytest.Item) -> str | None:
     """Why this test can not run here, by its folder; None: it can."""
     room = item.path.relative_to(ROOT / "tests").parts[0] if item.path.is_relative_to(ROOT / "tests") else ""
-    if room == "browser" and find_chromium() is None:
-        return f"no Chromium found: looked for $CHROMIUM, {', '.join(CHROMIUMS)}"
+    if room == "browser" and chromium.find_chromium() is None:
+        return chromium.why_not()
     if room == "compiled" and not can_compile():
         return "no C++ compiler or no Python headers found"
     return None
@@ -48,4 +44,4 @@ def count_skips(reports: list[pytest.TestReport]) -> Counter[str]:
 
 
 def all_tools_needed() -> bool:
-    return os.environ.get("CI") == "true" or os.environ.get("CLEARHEAD_ALL_TOOLS") == "1"
+    return os.environ.get("CLEARHEAD_ALL_TOOLS") == "1"

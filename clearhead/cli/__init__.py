@@ -28,6 +28,7 @@ from clearhead.cli import (
     transcribe,
     translate,
 )
+from clearhead.cli.examples import help_of
 from clearhead.cli.option_names import spell_options
 from clearhead.errors import ClearheadError
 from clearhead.version import __version__
@@ -39,20 +40,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("presets")(presets.run)
-app.command("demo")(demo.run)
-app.command("train")(train.run)
-app.command("generate")(generate.run)
-app.command("translate")(translate.run)
-app.command("evaluate")(evaluate.run)
-app.command("embed")(embed.run)
-app.command("classify")(classify.run)
-app.command("transcribe")(transcribe.run)
-app.command("cost")(cost.run)
-app.command("draw")(draw.run)
-app.command("explore")(explore.run)
-app.command("serve")(serve.run)
-app.command("doctor")(doctor.run)
+COMMANDS = (
+    presets,
+    demo,
+    train,
+    generate,
+    translate,
+    evaluate,
+    embed,
+    classify,
+    transcribe,
+    cost,
+    draw,
+    explore,
+    serve,
+    doctor,
+)
+for command in COMMANDS:
+    name = command.__name__.rpartition(".")[2]
+    app.command(name, help=help_of(name, command.run.__doc__))(command.run)
 
 
 def _show_version(wanted: bool) -> bool:

@@ -65,8 +65,10 @@ def find_device(name: str) -> str:
     """The name of a device that works here; "auto" is a GPU if there is one, else the CPU."""
     import torch
 
+    from clearhead import kernels
+
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return kernels.best_device()
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,6 +44,7 @@ def run(
     batch: Annotated[int, typer.Option(min=1, help="Texts or pictures computed at once.")] = 32,
     column: Column = None,
     truncate: Truncate = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each input, a line each.")] = False,
     device: Device = "auto",
 ) -> None:
     """Say which class each text (a line) or picture (a file) belongs to: class, probability, input, separated by tabs."""
@@ -70,10 +72,10 @@ def run(
     for names, inputs, mask in track(batches, "classifying", -(-count // batch), printing=True):
         with torch.no_grad():
             logits = encoder(inputs.to(device), mask if mask is None else mask.to(device))
-        print_classes(names, logits, encoder, top)
+        print_classes(names, logits, encoder, top, as_json=as_json)
 
 
-def print_classes(names: list[str], logits: Tensor, model: Encoder, top: int) -> None:
+def print_classes(names: list[str], logits: Tensor, model: Encoder, top: int, *, as_json: bool) -> None:
     """A line for each input: its `top` classes with their probabilities, and its name."""
     labels = model.config.labels or [str(i) for i in range(model.config.n_classes)]
     if model.config.problem == "single_label":
@@ -82,8 +84,12 @@ def print_classes(names: list[str], logits: Tensor, model: Encoder, top: int) ->
         logits = logits.sigmoid()
     best = logits.topk(min(top, len(labels)), -1)
     for name, values, indices in zip(names, best.values.tolist(), best.indices.tolist(), strict=True):
-        classes = [f"{labels[i]}\t{value:.4f}" for i, value in zip(indices, values, strict=True)]
-        typer.echo("\t".join([*classes, name]))
+        classes = [(labels[i], value) for i, value in zip(indices, values, strict=True)]
+        if as_json:
+            found = [{"class": label, "value": value} for label, value in classes]
+            typer.echo(json.dumps({"input": name, "classes": found}, ensure_ascii=False))
+        else:
+            typer.echo("\t".join([*(f"{label}\t{value:.4f}" for label, value in classes), name]))
 
 
 def read_batches(path: Path, model: Encoder, lines: list[str], batch: int, *, truncate: bool) -> Iterator[Batch]:

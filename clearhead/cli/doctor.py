@@ -129,7 +129,8 @@ def speeds() -> list[Finding]:
         ours = kernels.product(row, weight)
         if ours is not None:
             speed = weight.nbytes / median_seconds(lambda: kernels.product(row, weight))
-            found.append(Finding("decoding", f"{speed / 1e9:.1f} GB/s: weights read by a product with one row"))
+            share = f"weights read by a product with one row, {speed / read:.0%} of the memory's speed"
+            found.append(Finding("decoding", f"{speed / 1e9:.1f} GB/s: {share}"))
     if torch.cuda.is_available():
         peak = measure_peak("cuda", torch.bfloat16)
         found.append(Finding("gpu", f"{peak / 1e12:,.0f} TFLOP/s: large matrices in bfloat16"))
@@ -149,7 +150,8 @@ def cpu_kernels() -> Finding:
     from clearhead.kernels import native, native_library
 
     if (why := native.why_not()) is not None:
-        remedy = None if os.environ.get("CLEARHEAD_NATIVE") == "0" else f"{install_hint('g++')}, or install a wheel"
+        is_meant = os.environ.get("CLEARHEAD_NATIVE") == "0" or sys.platform == "win32"
+        remedy = None if is_meant else f"{install_hint('g++')}, or install a wheel"
         return Finding("cpu", f"torch's operators: {why}", remedy)
     path = native_library.locate()
     origin = "from the wheel" if path.parent == native_library.PREBUILT else f"compiled here, {path}"
@@ -180,6 +182,9 @@ def compiler() -> Finding:
 
 
 def install_hint(packages: str) -> str:
+    """How compilers are installed on this system."""
+    if sys.platform == "win32":
+        return "install the C++ build tools of Visual Studio"
     return "xcode-select --install" if sys.platform == "darwin" else f"apt install {packages}"
 
 

@@ -22,10 +22,7 @@ def run(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the parts as JSON.")] = False,
 ) -> None:
-    """Draw a model from its config: every part with its size and parameters. Nothing is loaded or built.
-
-    Example: clearhead draw gpt2 --out gpt2.svg
-    """
+    """Draw a model from its config: every part with its size and parameters. Nothing is loaded or built."""
     check_output("--out", out)
     config = find_config(model, {})
     from clearhead.explorer.diagram import draw_model, parts_of

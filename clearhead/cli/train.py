@@ -55,15 +55,7 @@ def run(
         bool, typer.Option("--show-recipe", help="Print the recipe with every field, and stop.")
     ] = False,
 ) -> None:
-    """Train a model on your own texts, pairs, labels or pictures; resumable to the bit.
-
-    \b
-    clearhead train language data/*.txt
-    clearhead train translate --source a.en --target a.de
-    clearhead train classify reviews.csv
-    clearhead train classify images/
-    clearhead train --resume runs/translate-1
-    """
+    """Train a model on your own texts, pairs, labels or pictures; resumable to the bit."""
     settings = list(set_ or [])
     policies = dict(bad_bytes=bad_bytes, too_long=too_long, empty=empty, unequal=unequal)
     settings += [f"data.{name}={value}" for name, value in policies.items() if value is not None]

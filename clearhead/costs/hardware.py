@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
 import statistics
 import time
 from pathlib import Path
 
 import torch
+
+from clearhead.kernels.memory import free_memory
 
 CGROUP = (  # files with the limit and use of this process's control group, version 2 and 1
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -48,16 +49,8 @@ def available_memory(device: torch.device | str = "cpu") -> int:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    free = [_free_memory()]
+    free = [free_memory()]
     for limit, use in CGROUP:
         if Path(limit).exists() and (most := Path(limit).read_text().strip()).isdigit():
             free.append(max(0, int(most) - int(Path(use).read_text())))
     return min(free)
-
-
-def _free_memory() -> int:
-    table = Path("/proc/meminfo")
-    if table.exists():
-        lines = dict(line.split(":", 1) for line in table.read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # no /proc (macOS): all memory

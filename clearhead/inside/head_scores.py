@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from clearhead import kernels
 from clearhead.errors import InputError
 from clearhead.inside.evaluation_mode import eval_mode
 from clearhead.inside.probe import Seen, probe
@@ -118,7 +119,8 @@ class HeadScoreSums:
 
     def _sum(self, name: str, values: Tensor, counted: Tensor) -> None:
         total, n = self.sums.get(name, (0, 0))
-        self.sums[name] = total + (values.double() * counted[:, None]).sum((0, 2)), n + int(counted.sum())
+        exact = kernels.to_float64(values) * kernels.to_float64(counted)[:, None]
+        self.sums[name] = total + exact.sum((0, 2)), n + int(counted.sum())
 
     def scores(self, site: str) -> Iterator[HeadScore]:
         distances = torch.cat(self.distances, 1)

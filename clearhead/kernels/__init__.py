@@ -5,6 +5,7 @@ a whole step or a loss (engine, quantization, generation, training) import the m
 
 checks.py         when a kernel of our own may replace torch's operators
 native.py         native.cpp and cpp/: C++ for the CPU
+memory.py         free memory of this machine
 native_library.py where the compiled native.cpp comes from: the wheel, the cache folder, the compiler
 compiler.py       settings of torch.compile
 decode_step.py    a whole decode step of native.cpp: from last tokens to logits
@@ -36,11 +37,12 @@ from clearhead.kernels.attention import (
     takes_packed,
     text_attention,
 )
-from clearhead.kernels.checks import can_read, capture, has_triton, is_plain, is_watched, to_float64
+from clearhead.kernels.checks import best_device, can_read, capture, has_triton, is_plain, is_watched, to_float64
 from clearhead.kernels.packed import Packed
 
 __all__ = [
     "Packed",
+    "best_device",
     "block_sparse_attention",
     "can_read",
     "capture",

@@ -12,6 +12,8 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 
+NO_FLOAT64 = ("mps",)  # devices without this type
+
 
 def is_plain(*tensors: Tensor) -> bool:
     """Whether these are ordinary memory and nothing observes the operators: no compiler, autocast, fake tensors, vmap, counters."""
@@ -47,9 +49,16 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
+def best_device() -> str:
+    """What `auto` means: a GPU that torch can use, NVIDIA's or AMD's first, then Apple's; else the CPU."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
 def to_float64(x: Tensor) -> Tensor:
     """x in float64, on the CPU where its own device has no float64 (Apple's GPUs)."""
-    return (x.cpu() if x.device.type == "mps" else x).double()
+    return (x.cpu() if x.device.type in NO_FLOAT64 else x).double()
 
 
 @functools.cache

@@ -97,16 +97,22 @@ def find_compiler() -> str:
 
 def choose_level() -> str:
     """The best level of this processor, or the one that CLEARHEAD_NATIVE names."""
+    if sys.platform == "win32":
+        raise RuntimeError("they are not built on Windows")
     machine = platform.machine()
     levels = [name for name in LEVELS if name.startswith("x86") == (machine in X86)]
     if machine not in (*X86, "aarch64", "arm64"):
         raise RuntimeError(f"the kernels are written for x86-64 and ARM processors of 64 bits, and this is {machine}")
     wanted = os.environ.get("CLEARHEAD_NATIVE") or "auto"
+    has = processor_words()
     if wanted in levels:
+        if missing := LEVELS[wanted][1] - has:
+            raise RuntimeError(
+                f"CLEARHEAD_NATIVE={wanted}: this processor has no {', '.join(sorted(missing))}; leave it out"
+            )
         return wanted
     if wanted not in ("auto", "1"):
         raise RuntimeError(f"CLEARHEAD_NATIVE={wanted} is not one of 0, 1, {', '.join(levels)}")
-    has = processor_words()
     return next(name for name in levels if LEVELS[name][1] <= has)
 
 

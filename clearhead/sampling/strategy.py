@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from clearhead import kernels
 from clearhead.errors import InputError, did_you_mean
 
 Logits = Float[Tensor, "B V"]
@@ -49,10 +50,12 @@ def sample(logits: Logits, seeds: Int[Tensor, " B"], steps: Int[Tensor, " B"]) -
 
     The noise is a pure function of (seed, step, token): no generator to keep, and the same numbers on every device.
     """
-    tokens = torch.arange(logits.shape[-1], device=logits.device)
-    bits = _scramble(_scramble(_scramble(seeds) + steps)[:, None] + tokens)
+    exact = kernels.to_float64(logits)
+    tokens = torch.arange(logits.shape[-1], device=exact.device)
+    keys = _scramble(_scramble(seeds.to(exact.device)) + steps.to(exact.device))
+    bits = _scramble(keys[:, None] + tokens)
     uniform = ((bits >> 11 & (1 << 53) - 1).double() + 0.5) * 2.0**-53
-    return (logits.double() - (-uniform.log()).log()).argmax(-1)
+    return (exact - (-uniform.log()).log()).argmax(-1).to(logits.device)
 
 
 def _scramble(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from clearhead import kernels
 from clearhead.engine.request import source_length, start_token
 from clearhead.errors import InputError
 from clearhead.generation import Request, Token
@@ -205,7 +206,7 @@ def _rows(text: GeneratedText, query: AttentionQuery, seen: Seen) -> dict[str, A
     weights = seen[f"{query.site}.weights"][0]
     n = weights.shape[1]
     rows = list(range(n)) if query.rows is None else [row % n for row in query.rows if -n <= row < n]
-    listed: list[list[list[float]]] = weights[:, rows].double().round(decimals=6).tolist()
+    listed: list[list[list[float]]] = kernels.to_float64(weights[:, rows]).round(decimals=6).tolist()
     if not query.site.startswith("encoder.") and not query.site.endswith(".cross"):
         ends = [len(text.prompt) + row for row in rows]
         listed = [[row[:end] for row, end in zip(head, ends, strict=True)] for head in listed]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clearhead import kernels
 from clearhead.checkpoint.checksums import file_checksum, seal
 from clearhead.checkpoint.durable_files import sync_file, sync_folder, write_new
 from clearhead.checkpoint.run_checkpoint import plain_errors, read_state, read_tensors
@@ -150,11 +151,11 @@ class Checkpoints:
         paths = [path for path in self.to_average(steps) if self.check(path) is not None]
         if not paths:
             return 0
-        sums = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in tensors.items()}
+        sums = {name: torch.zeros_like(kernels.to_float64(tensor)) for name, tensor in tensors.items()}
         for path in paths:
             self.read(path, tensors)
             for name, tensor in tensors.items():
-                sums[name] += tensor
+                sums[name] += kernels.to_float64(tensor)
         for name, tensor in tensors.items():
             tensor.copy_(sums[name] / len(paths))
         return len(paths)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from clearhead import kernels
 from clearhead.errors import ClearheadError, ConfigError
 from clearhead.layers.block import Block
 
@@ -83,7 +84,7 @@ ENVIRONMENT = (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0"))  # torch
 
 def choose_device(name: str, local: int = 0) -> torch.device:
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = kernels.best_device()
     try:
         device = torch.device(name, local) if name == "cuda" else torch.device(name)
         torch.empty(0, device=device)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from clearhead import kernels
 from clearhead.errors import ConfigError
 from clearhead.training.callbacks import Callbacks
 from clearhead.training.distributed import Processes, process_group, reshard
@@ -37,13 +38,13 @@ def evaluate(
     """Loss and the task's other metrics over the held-out rows, which are divided among the processes."""
     training = objective.training
     objective.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=processes.device)  # loss, correct, predictions
+    sums = kernels.to_float64(torch.zeros(3, device=processes.device))  # loss, correct, predictions
     for rows in split_held_out(task.held_out(), 0 if final else train.evaluate_rows):
         for part, weight in split_rows(rows, processes.rank, processes.world_size, 1):
             batch = to_device(task.held_out_batch(part), processes.device)
             with autocast:
                 _, loss, correct = objective(batch)
-            sums += weight * torch.stack([loss.double(), correct.double(), task.count(batch).double()])
+            sums += weight * torch.stack([kernels.to_float64(x) for x in (loss, correct, task.count(batch))])
     loss, correct, count = processes.sum(sums).tolist()
     row: dict[str, Any] = task.metrics(loss, correct, count)
     # A sharded model can not generate in one process: the first process generates with a whole copy.

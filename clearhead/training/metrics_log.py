@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clearhead import kernels
 from clearhead.checkpoint.durable_files import NOT_A_LINK, write_text
 from clearhead.config import Config
 from clearhead.costs.forecast import cost
@@ -94,7 +95,7 @@ class Meter:
 
     def row(self, state: State, more: Mapping[str, float]) -> Row:
         """A line of metrics.jsonl about the steps since the last one."""
-        loss = float(self.processes.sum(torch.stack(self.losses).sum().double())) / max(self.predictions, 1)
+        loss = float(self.processes.sum(kernels.to_float64(torch.stack(self.losses).sum()))) / max(self.predictions, 1)
         norm = float(torch.stack(self.norms).mean())
         seconds = time.perf_counter() - self.began
         self._clock(state)

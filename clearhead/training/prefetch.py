@@ -42,8 +42,10 @@ def make_step_batch(task: Task, step: int, processes: Processes) -> StepBatch:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    if device.type != "cuda":
+    if device.type == "cpu":
         return batch
+    if device.type != "cuda":  # pinned memory is CUDA's
+        return {name: tensor.to(device) for name, tensor in batch.items()}
     return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}
 
 

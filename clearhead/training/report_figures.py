@@ -173,7 +173,7 @@ def draw_attention(picture: AttentionPicture) -> str:
     """The picture as a figure, one row for each query and one column for each key; at most 200 tokens."""
     rows, columns = ([label(token) for token in side[:TOKENS]] for side in (picture.rows, picture.columns))
     weights = (
-        picture.weights.detach().double().cpu().numpy() if isinstance(picture.weights, Tensor) else picture.weights
+        picture.weights.detach().cpu().double().numpy() if isinstance(picture.weights, Tensor) else picture.weights
     )
     weights = np.asarray(weights[:TOKENS, :TOKENS], dtype=np.float64)
     cell = min(26.0, SIDE / len(rows), SIDE / len(columns))

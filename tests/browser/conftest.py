@@ -11,8 +11,8 @@ from playwright.sync_api import Browser, sync_playwright
 
 from tests.browser.models import make_models
 from tests.browser.opened import Opened
+from tests.chromium import find_chromium
 from tests.serving.live_server import served
-from tests.tools import find_chromium
 
 Open = Callable[..., Opened]
 

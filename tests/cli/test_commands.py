@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import clearhead as ch
-from clearhead.cli import app
+from clearhead.cli import app, examples
 from clearhead.families import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # typer passes None to an option with a callback
@@ -157,6 +159,25 @@ def demo(name: str, out: Path, *settings: str) -> str:
     """A demo of three training steps: all of its output."""
     changes = [word for setting in (*QUICK, *settings) for word in ("--set", setting)]
     return assert_fine(clearhead("demo", name, "--out", str(out), *changes))
+
+
+EXAMPLE_LINES = [line for lines in examples.EXAMPLES.values() for line in lines]
+
+
+def test_every_command_has_examples() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert set(examples.EXAMPLES) == set(commands)
+    for name, lines in examples.EXAMPLES.items():
+        shown = CliRunner().invoke(app, [name, "--help"]).output
+        assert all(line in shown for line in lines), shown
+
+
+@pytest.mark.parametrize("line", EXAMPLE_LINES)
+def test_the_examples_are_right_usage(line: str) -> None:
+    """Each is parsed with its options and values; nothing runs."""
+    program, name, *words = shlex.split(line)
+    assert program == "clearhead"
+    typer.main.get_command(app).commands[name].make_context(name, words)  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

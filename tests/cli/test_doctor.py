@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,19 @@ def test_what_is_missing_comes_with_its_command(monkeypatch: pytest.MonkeyPatch)
     assert found["serve"].remedy == "pip install 'clearhead[serve]'"
     assert found["parquet"].remedy == "pip install 'clearhead[parquet]'"
     assert found["plot"].remedy is None
+
+
+def test_decoding_is_compared_with_the_memory(findings: dict[str, dict[str, dict[str, Any]]]) -> None:
+    if native.is_there():
+        assert re.search(r"one row, \d+% of the memory's speed$", findings["speed"]["decoding"]["found"])
+
+
+@pytest.mark.parametrize(
+    ("system", "hint"), [("win32", "Visual Studio"), ("darwin", "xcode-select"), ("linux", "apt ")]
+)
+def test_the_hint_is_of_this_system(system: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.sys, "platform", system)
+    assert hint in doctor.install_hint("g++")
 
 
 @pytest.mark.slow

@@ -158,6 +158,13 @@ def test_classify_texts(classifier: Path, texts: Path) -> None:
 
 
 @torch.no_grad()
+def test_classify_as_json(classifier: Path, texts: Path) -> None:
+    plain = lines_of("classify", classifier, texts, "--top", "2")
+    rows = [json.loads(line) for line in lines_of("classify", classifier, texts, "--top", "2", "--json")]
+    shown = [[*(f"{each['class']}\t{each['value']:.4f}" for each in row["classes"]), row["input"]] for row in rows]
+    assert ["\t".join(row) for row in shown] == plain
+
+
 def test_classify_follows_the_problem_type(classifier: Path, texts: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(classifier, tmp_path / "model"))
     fields = json.loads((folder / "config.json").read_text())

@@ -148,6 +148,26 @@ def test_levels(monkeypatch: pytest.MonkeyPatch) -> None:
         native_library.choose_level()
 
 
+def test_a_level_above_the_processor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first instruction would end the process."""
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(native_library, "processor_words", lambda: native_library.LEVELS["x86-64-v3"][1])
+    monkeypatch.setenv("CLEARHEAD_NATIVE", "x86-64-v3")
+    assert native_library.choose_level() == "x86-64-v3"
+    monkeypatch.setenv("CLEARHEAD_NATIVE", "x86-64-v4")
+    with pytest.raises(
+        RuntimeError, match=r"CLEARHEAD_NATIVE=x86-64-v4: this processor has no avx512bw, .*; leave it out"
+    ):
+        native_library.choose_level()
+
+
+def test_none_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler found there would link another OpenMP than torch's."""
+    monkeypatch.setattr(native_library.sys, "platform", "win32")
+    with pytest.raises(RuntimeError, match="not built on Windows"):
+        native_library.choose_level()
+
+
 def test_two_processes_compile_at_once(tmp_path: Path) -> None:
     env = {**os.environ, "CLEARHEAD_CACHE": str(tmp_path / "deep" / "cache")}
     command = [sys.executable, "-c", "from clearhead.kernels import native; assert native.is_there(), native.why_not()"]
