@@ -6,6 +6,7 @@ train_step.py      the two halves of a step, forward and backward pass and updat
 recipe.py          the recipe: TOML, checked (recipe_checks.py); recipes/ holds the shipped ones
 tasks/             language modelling, masked language modelling, translation, classification
 initialization.py  the model at the start, built or loaded
+memory_check.py    a run that does not fit into memory is refused
 lora.py            LoRA, and the whole model at the end
 losses.py          cross-entropy without holding all logits
 optimizers.py      AdamW, Muon

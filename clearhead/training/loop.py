@@ -26,6 +26,7 @@ from clearhead.training.evaluation import is_better
 from clearhead.training.initialization import check_model
 from clearhead.training.interrupts import Interrupts
 from clearhead.training.lora import gather_model
+from clearhead.training.memory_check import check_states
 from clearhead.training.metrics_log import Meter, MetricsLog
 from clearhead.training.precision import check_fp8
 from clearhead.training.prefetch import prefetch
@@ -124,7 +125,8 @@ def check_run(recipe: Recipe, out: Path, processes: Processes, *, resume: bool) 
     """Refuse what can not work before any data is read, and make the folder."""
     if resume:
         check_resumable(read_run(out), recipe)
-    check_model(recipe)
+    if (config := check_model(recipe)) is not None:
+        check_states(config, recipe, processes)
     check_fp8(recipe.train, processes)
     if processes.is_first:
         open_folder(out, recipe, resume=resume, device=processes.device)

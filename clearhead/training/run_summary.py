@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from clearhead.costs.hardware import available_memory
+from clearhead.kernels.memory import available_memory
 from clearhead.models import Model
 from clearhead.training.metrics_log import Meter
 from clearhead.training.recipe import Recipe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from clearhead.training.distributed import Processes, no_sync, parallelize
 from clearhead.training.evaluation import evaluate
 from clearhead.training.initialization import initial_model
 from clearhead.training.lora import add_lora
+from clearhead.training.memory_check import check_step
 from clearhead.training.optimizers import Optimizers
 from clearhead.training.precision import make_autocast, set_residual_dtype
 from clearhead.training.prefetch import StepBatch, make_step_batch
@@ -30,7 +32,8 @@ class Trainer:
     def __init__(self, recipe: Recipe, task: Task, processes: Processes, show: Callbacks) -> None:
         t, device = recipe.train, processes.device
         self.task, self.processes, self.options = task, processes, t
-        self.model = initial_model(recipe, task.facts).to(device).train()
+        check = partial(check_step, task=task, processes=processes)
+        self.model = initial_model(recipe, task.facts, check).to(device).train()
         if t.lora_rank:
             show.note(f"LoRA: {add_lora(self.model, t.lora_rank, t.lora_alpha, t.seed):,} numbers learn, the rest stay")
         self.objective = Objective(self.model, task)
