@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -95,9 +96,15 @@ class Display(Callbacks):
         self.say(f"report  {result.folder / 'report.html'}")
 
     def interrupted(self, result: Result) -> None:
-        if self.steps is None:
+        if int(os.environ.get("RANK", "0")):  # one of several processes, and not the one that prints
             return
-        self.say(f"stopped after step {result.step:,}; everything is saved. Go on with:", "bold")
+        if result.step:
+            self.say(f"stopped after step {result.step:,}; everything is saved. Go on with:", "bold")
+        else:
+            kept = "its recipe and tokenizer" if (result.folder / "tokenizer_config.json").is_file() else "its recipe"
+            self.say(
+                f"stopped before the first step; {kept} and finished parts of the data are kept. Go on with:", "bold"
+            )
         self.say(f"  clearhead train --resume {result.folder}")
 
 

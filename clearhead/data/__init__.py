@@ -4,6 +4,7 @@ Text to ids and back:
 tokenizer.py           Tokenizer: encode, decode, batch, stream, chat, save
 chat.py                chat templates, run in a Jinja sandbox
 tokenizer_training.py  train_tokenizer
+interruptible.py       Ctrl-C while a tokenizer is trained
 tokenizer_formats.py   load_tokenizer, and the formats that need only one short function
 sentencepiece.py       SentencePiece models, and Marian's pair of them
 gguf_tokenizer.py      the tokenizer inside a .gguf file

@@ -24,7 +24,7 @@ from clearhead.training.checkpoints import Checkpoints, State
 from clearhead.training.distributed import Processes, process_group
 from clearhead.training.evaluation import is_better
 from clearhead.training.initialization import check_model
-from clearhead.training.interrupts import Interrupts
+from clearhead.training.interrupts import Interrupted, Interrupts
 from clearhead.training.lora import gather_model
 from clearhead.training.memory_check import check_states
 from clearhead.training.metrics_log import Meter, MetricsLog
@@ -32,7 +32,7 @@ from clearhead.training.precision import check_fp8
 from clearhead.training.prefetch import prefetch
 from clearhead.training.recipe import Recipe, Train, find_recipe
 from clearhead.training.report import write_report
-from clearhead.training.run_folder import check_resumable, check_space, open_folder, read_run, run_folder
+from clearhead.training.run_folder import check_resumable, check_space, newest_saved, open_folder, read_run, run_folder
 from clearhead.training.run_summary import summarise
 from clearhead.training.schedules import lr_factor
 from clearhead.training.tasks import make_task
@@ -46,7 +46,7 @@ class Result:
 
     folder: Path
     step: int
-    is_complete: bool  # False: interrupted; `resume` continues from here
+    is_complete: bool  # False: interrupted; `resume` continues from here, at `step`
     metrics: dict[str, Any]  # of the result, on held-out data
 
 
@@ -65,20 +65,30 @@ def train(
         Interrupts(echo=processes.world_size > 1) as interrupts,
     ):
         show = show if show is not None and processes.is_first else Callbacks()  # only one process reports
-        configure_torch(t)
-        check_run(recipe, out, processes, resume=resume)
-        task = make_task(recipe, out, processes, show)
-        write_extra_files(task, out, processes)
-        trainer = Trainer(recipe, task, processes, show)
-        checkpoints = make_checkpoints(trainer, out, show)
-        check_space(out, 3 * sum(tensor.nbytes for tensor in trainer.tensors.values()))
-        state = trainer.restore(checkpoints)
-        log = MetricsLog(out if processes.is_first else None, step=state.step, tensorboard=t.tensorboard)
-        meter = Meter(trainer.model.config, task, processes)
-        show.begin(summarise(recipe, task, trainer.model, meter, trainer.tensors), state.step, t.steps)
+        try:
+            configure_torch(t)
+            check_run(recipe, out, processes, resume=resume)
+            task = make_task(recipe, out, processes, show)
+            write_extra_files(task, out, processes)
+            trainer = Trainer(recipe, task, processes, show)
+            return run_steps(recipe, trainer, out, interrupts, show)
+        except Interrupted:  # nothing is lost: data that is prepared, the tokenizer and checkpoints are files
+            return Result(out, newest_saved(out), False, {})
 
-        batches, stop = prefetch(task, state.step, t.steps, processes), False
-        meter.start(state)
+
+def run_steps(recipe: Recipe, trainer: Trainer, out: Path, interrupts: Interrupts, show: Callbacks) -> Result:
+    """The steps that are left, and the result."""
+    t, task, processes = recipe.train, trainer.task, trainer.processes
+    checkpoints = make_checkpoints(trainer, out, show)
+    check_space(out, 3 * sum(tensor.nbytes for tensor in trainer.tensors.values()))
+    state = trainer.restore(checkpoints)
+    log = MetricsLog(out if processes.is_first else None, step=state.step, tensorboard=t.tensorboard)
+    meter = Meter(trainer.model.config, task, processes)
+    show.begin(summarise(recipe, task, trainer.model, meter, trainer.tensors), state.step, t.steps)
+
+    batches, stop = prefetch(task, state.step, t.steps, processes), False
+    meter.start(state)
+    with interrupts.held():
         while state.step < t.steps and not is_out_of_patience(state, t) and not stop:
             lr = lr_factor(state.step, t)
             trainer.optimizers.scale(lr)
@@ -105,11 +115,11 @@ def train(
                 with meter.paused():
                     checkpoints.write(state, trainer.tensors)
 
-        batches.close()
-        show.end()
-        row = {} if stop else finish(trainer, checkpoints, state, out, log, show)
-        log.close()
-        return Result(out, state.step, not stop, row)
+    batches.close()
+    show.end()
+    row = {} if stop else finish(trainer, checkpoints, state, out, log, show)
+    log.close()
+    return Result(out, state.step, not stop, row)
 
 
 def configure_torch(t: Train) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -369,6 +370,46 @@ def test_stopped_by_a_signal(number: signal.Signals, tmp_path: Path) -> None:
     ran = command("train", "--resume", "x", "--set", f"train.steps={step + 2}", cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert f"going on from step {step:,}\n" in ran.stdout
+
+
+@pytest.mark.slow
+def test_stopped_while_the_tokenizer_is_trained(tmp_path: Path) -> None:
+    """With many different words: counting and merging them takes long, and does not return to Python meanwhile."""
+    numbers = " ".join(f"{7919 * i % 9999991:x}{104729 * i % 999983:x}" for i in range(600_000))
+    write_lines(tmp_path / "long.txt", [numbers[at : at + 100] for at in range(0, len(numbers), 100)])
+    running = subprocess.Popen(
+        [
+            sys.executable,
+            "-u",
+            "-m",
+            "clearhead",
+            "train",
+            "language",
+            "long.txt",
+            "--out",
+            "x",
+            "--set",
+            "data.vocab_size=60000",
+        ],
+        cwd=tmp_path,
+        env=plain_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert running.stdout is not None
+    while not running.stdout.readline().startswith("training a bpe tokenizer"):
+        assert running.poll() is None
+    time.sleep(3)
+    began = time.monotonic()
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert time.monotonic() < began + 5
+    assert (running.returncode, err) == (130, "")
+    assert out.startswith(
+        "stopped before the first step; its recipe and finished parts of the data are kept. Go on with:\n"
+    )
+    assert "clearhead train --resume x\n" in out
 
 
 def test_a_mistake_before_the_first_step_leaves_nothing(clearhead: Clearhead, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 import clearhead as ch
 from clearhead.errors import CheckpointError, ClearheadError, ConfigError
-from clearhead.training import train
+from clearhead.training import loop, train
 from clearhead.training.callbacks import Row
 from clearhead.training.interrupts import Interrupts
 from clearhead.training.loop import configure_torch
@@ -142,6 +142,41 @@ def test_the_second_signal_ends_at_once(number: int, tmp_path: Path) -> None:
         train(make_recipe("language", tmp_path), tmp_path / "x", show=send(number, 2)())
     assert steps_kept(tmp_path / "x") == []
     assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_data_is_prepared_ends_at_once(number: int, tmp_path: Path) -> None:
+    class Sending(Watching):
+        def note(self, text: str) -> None:
+            super().note(text)
+            if "tokenizer" in text:
+                os.kill(os.getpid(), number)
+
+        def begin(self, summary: dict[str, str], step: int, steps: int) -> None:
+            pytest.fail("it went on")
+
+    before, recipe = signal.getsignal(number), make_recipe("language", tmp_path)
+    result = train(recipe, tmp_path / "x", show=Sending())
+    assert (result.is_complete, result.step, result.metrics) == (False, 0, {})
+    assert signal.getsignal(number) == before
+    train(recipe, tmp_path / "x", resume=True)
+    train(recipe, tmp_path / "y")
+    assert weights(tmp_path / "x") == weights(tmp_path / "y")
+
+
+def test_a_signal_during_the_last_evaluation_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is in the last checkpoint: nothing is lost, and the run can go on."""
+
+    def send(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("it went on")
+
+    recipe = make_recipe("language", tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "choose_weights", send)
+        result = train(recipe, tmp_path / "x")
+    assert (result.is_complete, result.step) == (False, recipe.train.steps)
+    assert train(recipe, tmp_path / "x", resume=True).is_complete
 
 
 def test_signals_elsewhere_than_in_the_main_thread_are_not_ours() -> None:
