@@ -136,6 +136,12 @@ def measure(*workloads: Workload, repeats: int = 5) -> list[Measured]:
     ]
 
 
+def repeat_step(work: Workload) -> Callable[[], object]:
+    """A function that runs the workload once more."""
+    begin, step = _step(work, _prepare(work))
+    return lambda: step(begin())
+
+
 def _forecast_peak(work: Workload) -> int:
     given = {
         field.name: getattr(work, field.name) for field in fields(Workload) if field.name not in ("config", "device")

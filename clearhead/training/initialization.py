@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from clearhead.checkpoint import load
+from clearhead.checkpoint.loading import open_checkpoint
 from clearhead.config import Config
 from clearhead.errors import ConfigError
 from clearhead.families import preset
@@ -26,13 +28,10 @@ def initial_model(recipe: Recipe, facts: Facts, check: Callable[[Config], None] 
     return model
 
 
-def check_model(recipe: Recipe) -> Config | None:
-    """Refuse a config that can not be built, before any data is read; the data may need changes that are refused later.
-
-    Returns the config as far as it is known; None where a checkpoint has it.
-    """
+def guess_config(recipe: Recipe) -> Config:
+    """The config as far as it is known before any data is read; the data may need changes. Refuses one that can not be built."""
     if "from" in recipe.model:
-        return None
+        return open_checkpoint(Path(recipe.model["from"])).config
     shape = {"language": "decoder", "translate": "encoder-decoder"}.get(recipe.task, "encoder")
     guessed: dict[str, Any] = dict(shape=shape, vocab_size=recipe.data.vocab_size)
     if recipe.task == "mask":

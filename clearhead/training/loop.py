@@ -23,7 +23,7 @@ from clearhead.training.callbacks import Callbacks
 from clearhead.training.checkpoints import Checkpoints, State
 from clearhead.training.distributed import Processes, process_group
 from clearhead.training.evaluation import is_better
-from clearhead.training.initialization import check_model
+from clearhead.training.initialization import guess_config
 from clearhead.training.interrupts import Interrupted, Interrupts
 from clearhead.training.lora import gather_model
 from clearhead.training.memory_check import check_states
@@ -37,6 +37,7 @@ from clearhead.training.run_summary import summarise
 from clearhead.training.schedules import lr_factor
 from clearhead.training.tasks import make_task
 from clearhead.training.tasks.task import Task
+from clearhead.training.threads import num_threads, warn_of_threads
 from clearhead.training.trainer import Trainer
 
 
@@ -63,10 +64,13 @@ def train(
         process_group(t.device) as processes,
         run_folder(out, recipe.task, processes) as out,
         Interrupts(echo=processes.world_size > 1) as interrupts,
+        num_threads(t.threads),
     ):
         show = show if show is not None and processes.is_first else Callbacks()  # only one process reports
         try:
             configure_torch(t)
+            if resume:
+                warn_of_threads(out, processes.device, show.note)
             check_run(recipe, out, processes, resume=resume)
             task = make_task(recipe, out, processes, show)
             write_extra_files(task, out, processes)
@@ -84,7 +88,9 @@ def run_steps(recipe: Recipe, trainer: Trainer, out: Path, interrupts: Interrupt
     state = trainer.restore(checkpoints)
     log = MetricsLog(out if processes.is_first else None, step=state.step, tensorboard=t.tensorboard)
     meter = Meter(trainer.model.config, task, processes)
-    show.begin(summarise(recipe, task, trainer.model, meter, trainer.tensors), state.step, t.steps)
+    measured = trainer.time_step(state.step)
+    summary = summarise(recipe, task, trainer.model, meter, trainer.tensors, measured, state.step)
+    show.begin(summary, state.step, t.steps)
 
     batches, stop = prefetch(task, state.step, t.steps, processes), False
     meter.start(state)
@@ -135,8 +141,8 @@ def check_run(recipe: Recipe, out: Path, processes: Processes, *, resume: bool) 
     """Refuse what can not work before any data is read, and make the folder."""
     if resume:
         check_resumable(read_run(out), recipe)
-    if (config := check_model(recipe)) is not None:
-        check_states(config, recipe, processes)
+    if "from" not in recipe.model:
+        check_states(guess_config(recipe), recipe, processes)
     check_fp8(recipe.train, processes)
     if processes.is_first:
         open_folder(out, recipe, resume=resume, device=processes.device)

@@ -14,7 +14,7 @@ import pytest
 
 import clearhead as ch
 from clearhead.cli import main
-from clearhead.training import Recipe, read_run
+from clearhead.training import Recipe, read_run, sizing
 from training.tiny_runs import (
     command,
     make_recipe,
@@ -183,6 +183,11 @@ def test_show_recipe(clearhead: Clearhead, tmp_path: Path) -> None:
     )
     assert (ran.code, ran.err) == (0, "")
     recipe = Recipe.read(ran.out)
+    lines = [line for line in ran.out.splitlines() if " = " in line]
+    assert [line for line in lines if "  # " not in line] == []
+    assert any(
+        line.startswith('schedule = "wsd"') and line.endswith("one of: constant, cosine, noam, wsd") for line in lines
+    )
     assert recipe.train.steps == 3
     assert (recipe.data.too_long, recipe.data.empty, recipe.data.bad_bytes) == ("cut", "keep", "drop")
     assert recipe.data.files == (str(tmp_path / "a.txt"),)
@@ -370,6 +375,52 @@ def test_stopped_by_a_signal(number: signal.Signals, tmp_path: Path) -> None:
     ran = command("train", "--resume", "x", "--set", f"train.steps={step + 2}", cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert f"going on from step {step:,}\n" in ran.stdout
+
+
+def test_without_settings_sizes_and_steps_are_chosen(
+    clearhead: Clearhead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are in the recipe that is shown and stored, with the reason as a comment; --minutes asks for more."""
+    monkeypatch.setattr(sizing, "measure_rate", lambda: 15e9)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    write_lines(tmp_path / "a.txt", ["some words to learn from"] * 10_000)
+    shown = [
+        clearhead("train", "language", "a.txt", "--show-recipe", *more, tiny=False)
+        for more in ((), ("--minutes", "500"))
+    ]
+    short, long = (Recipe.read(ran.out) for ran in shown)
+    assert shown[0].out.startswith("# chosen for this machine (15.0 GFLOP/s in training)")
+    assert short.model["d_model"] < long.model["d_model"]
+    assert short.train.threads == 1
+    ran = clearhead(
+        "train",
+        "language",
+        "a.txt",
+        "--minutes",
+        "0.1",
+        "--out",
+        "x",
+        "-s",
+        "train.steps=2",
+        "-s",
+        "data.vocab_size=300",
+        tiny=False,
+    )
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.startswith("chosen for this machine")
+    stored = read_run(Path("x"))
+    assert stored.train.steps == 2
+    assert stored.model["d_model"] < long.model["d_model"]
+
+
+def test_minutes_without_effect_are_refused(clearhead: Clearhead, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(make_recipe("language", tmp_path).to_toml(), encoding="utf-8")
+    ran = clearhead("train", "mine.toml", "--minutes", "5", tiny=False)
+    assert ran.err == (
+        "clearhead: --minutes 5 has no effect: a recipe's file says its sizes and steps; leave it out, and set train.steps\n"
+    )
+    ran = clearhead("train", "--resume", "x", "--minutes", "5", tiny=False)
+    assert "got --minutes; leave that out" in ran.err
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,40 @@ def send(number: int, times: int) -> type[Watching]:
                     os.kill(os.getpid(), number)
 
     return Sending
+
+
+def test_evaluations_are_a_small_share_and_show_progress(tmp_path: Path) -> None:
+    """At most about a tenth of the time of the steps between, but one batch. The last one takes all rows."""
+    seen: dict[str, list[tuple[int, int]]] = {}
+
+    class Drawing(Watching):
+        def progress(self, title: str) -> Callable[[int, int], None]:
+            return lambda done, total: seen.setdefault(title, []).append((done, total))
+
+    changes: dict[str, Any] = dict(
+        evaluate_rows=-1, valid_share=0.6, batch_tokens=2 * 29, steps=20, checkpoint_every=20
+    )
+    train(make_recipe("language", tmp_path, **changes, evaluate_every=10), tmp_path / "x", show=Drawing())
+    done = seen["evaluating"]
+    ends = [total for at, total in done if at == total]
+    rows = 0.3 * 10 * 2  # a pass takes a third of a step's time
+    assert ends[0] == ends[1] <= rows < ends[2]
+    assert done[: ends[0] + 1] == [(i, ends[0]) for i in range(ends[0] + 1)]
+    seen.clear()
+    train(
+        make_recipe("language", tmp_path, **changes | dict(evaluate_rows=0), evaluate_every=10),
+        tmp_path / "y",
+        show=Drawing(),
+    )
+    assert len({total for _, total in seen["evaluating"]}) == 1  # 0: all rows, always
+
+
+def test_timing_a_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = make_recipe("language", tmp_path, accumulate=2)
+    train(recipe, tmp_path / "x")
+    monkeypatch.setattr(loop.Trainer, "time_step", lambda self, step: None)
+    train(recipe, tmp_path / "y")
+    assert weights(tmp_path / "x") == weights(tmp_path / "y")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
