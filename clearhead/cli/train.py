@@ -13,7 +13,7 @@ import typer
 from clearhead.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from clearhead.training import Recipe
+    from clearhead.training import Recipe, Result
 
 Files = Annotated[
     list[str] | None,
@@ -91,7 +91,8 @@ def run(
     if show_recipe:
         typer.echo("".join(f"# {note}\n" for note in notes) + recipe.to_toml(explained=True), nl=False)
         return
-    train_and_show(recipe, out, resume=resume is not None, notes=notes)
+    result = train_and_show(recipe, out, resume=resume is not None, notes=notes)
+    show_next(result)
 
 
 def adapt(recipe: Recipe, given: set[str], minutes: float | None, *, is_own: bool) -> tuple[Recipe, list[str]]:
@@ -180,28 +181,30 @@ def read_lora(texts: list[str]) -> list[str]:
     return [f"train.lora_{name}={value}" for name, value in found.items()]
 
 
-def train_and_show(
-    recipe: Recipe, out: Path | None, *, resume: bool = False, notes: Sequence[str] = ()
-) -> dict[str, float]:
-    """Train with a progress bar, then print where the result is, or how to resume. Returns the metrics."""
-    from clearhead.cli.training_display import Display
+def train_and_show(recipe: Recipe, out: Path | None, *, resume: bool = False, notes: Sequence[str] = ()) -> Result:
+    """Train with a progress bar, then print where the result is, or how to resume."""
     from clearhead.training import train
+    from clearhead.training.display import Display
 
     try:
         with Display() as display:
             for note in notes:
                 display.note(note)
             result = train(recipe, out, resume=resume, show=display)
-            if result.is_complete:
-                display.finish(result)
-            else:
-                display.interrupted(result)
+            display.report(result)
     except KeyboardInterrupt:
         print("clearhead: stopped at once; checkpoints that were written are whole", file=sys.stderr)
         end_now(130)
     if not result.is_complete or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         end_now(0 if result.is_complete else 130)
-    return result.metrics
+    return result
+
+
+def show_next(result: Result) -> None:
+    from clearhead.training.display import next_commands
+
+    for number, command in enumerate(next_commands(result)):
+        typer.echo(f"{'next' if number == 0 else '':<7} clearhead {command}")
 
 
 def end_now(code: int) -> NoReturn:

@@ -20,7 +20,7 @@ metrics_log.py     metrics.jsonl, TensorBoard
 run_folder.py      the folder of a run
 run_summary.py     forecast before the first step
 report.py          report.html, with report_figures.py
-callbacks.py       what a run reports; interrupts.py: Ctrl-C
+callbacks.py       what a run reports; display.py: in a terminal or a notebook; interrupts.py: Ctrl-C
 sizing.py          sizes and steps that end in minutes on this machine
 threads.py         fewer threads on a busy machine
 embedded_data.py   data sets that need no file

@@ -1,4 +1,4 @@
-"""What a run reports while it runs. The library prints nothing; the command line passes `Callbacks` that print."""
+"""What a run reports while it runs. `display.Display` prints it; the rest of the library prints nothing."""
 
 from __future__ import annotations
 

@@ -52,13 +52,31 @@ class Result:
 
 
 def train(
-    recipe: Recipe | str, out: str | Path | None = None, *, resume: bool = False, show: Callbacks | None = None
+    recipe: Recipe | str,
+    out: str | Path | None = None,
+    *,
+    resume: bool = False,
+    show: Callbacks | bool | None = None,
 ) -> Result:
     """Train as a recipe says (or a shipped one, by its name), into the folder `out`; without it: runs/TASK-1, -2 ...
 
-    With `resume`, continue the run that is in `out`.
+    With `resume`, continue the run that is in `out`. `show=True` prints what the command line prints, False nothing; None is True
+    in a notebook. `Callbacks` of your own are called instead.
     """
     recipe = find_recipe(recipe) if isinstance(recipe, str) else recipe
+    if isinstance(show, Callbacks):
+        return run(recipe, out, show, resume=resume)
+    from clearhead.training.display import Display, in_notebook
+
+    if not (in_notebook() if show is None else show):
+        return run(recipe, out, Callbacks(), resume=resume)
+    with Display() as display:
+        result = run(recipe, out, display, resume=resume)
+        display.report(result)
+    return result
+
+
+def run(recipe: Recipe, out: str | Path | None, show: Callbacks, *, resume: bool) -> Result:
     t = recipe.train
     with (
         process_group(t.device) as processes,
@@ -66,7 +84,7 @@ def train(
         Interrupts(echo=processes.world_size > 1) as interrupts,
         num_threads(t.threads),
     ):
-        show = show if show is not None and processes.is_first else Callbacks()  # only one process reports
+        show = show if processes.is_first else Callbacks()  # only one process reports
         try:
             configure_torch(t)
             if resume:

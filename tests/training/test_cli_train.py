@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -90,7 +92,8 @@ def assert_trained(ran: Ran, folder: Path, *words: str) -> Recipe:
         assert word in ran.out
     # The summary comes before the first step, the result after the last; no line is broken, coloured or drawn over.
     assert ran.out.index("parameters") < ran.out.index("step 1: loss") < ran.out.index("result, on held-out data")
-    assert ran.out.endswith(f"model   {folder}\nreport  {folder}/report.html\n")
+    assert f"model   {folder}\nreport  {folder}/report.html\nnext    clearhead " in ran.out
+    assert f"clearhead explore {folder} " in ran.out.splitlines()[-1]
     assert not set("\x1b\r") & set(ran.out)
     assert "<svg" in (folder / "report.html").read_text(encoding="utf-8")
     ch.load(folder)
@@ -105,7 +108,11 @@ def test_language(clearhead: Clearhead, tmp_path: Path) -> None:
         ran, Path("runs/language-1"), "bits/byte", "tokens to learn from", "decoder, 1 layers of width 8"
     )
     assert recipe.data.files == (str(tmp_path / "data" / "a.txt"), str(tmp_path / "data" / "b.txt"))
-    assert clearhead("train", "language", "data/a.txt", "--out", "here").out.endswith("report  here/report.html\n")
+    ran = clearhead("train", "language", "data/a.txt", "--out", "here")
+    assert "wanted" not in ran.out  # a text can go on in many ways
+    (generate,) = re.findall(r"^next    clearhead (generate here .*)$", ran.out, re.MULTILINE)
+    again = clearhead(*shlex.split(generate), "--device", "cpu", tiny=False)
+    assert again.code == 0, again.err
 
 
 def test_mask_and_then_classify_from_it(clearhead: Clearhead, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,12 +145,37 @@ def test_evaluations_are_a_small_share_and_show_progress(tmp_path: Path) -> None
     assert ends[0] == ends[1] <= rows < ends[2]
     assert done[: ends[0] + 1] == [(i, ends[0]) for i in range(ends[0] + 1)]
     seen.clear()
-    train(
-        make_recipe("language", tmp_path, **changes | dict(evaluate_rows=0), evaluate_every=10),
-        tmp_path / "y",
-        show=Drawing(),
-    )
+    changes["evaluate_rows"] = 0
+    train(make_recipe("language", tmp_path, **changes, evaluate_every=10), tmp_path / "y", show=Drawing())
     assert len({total for _, total in seen["evaluating"]}) == 1  # 0: all rows, always
+
+
+def test_python_shows_what_the_command_line_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe("language", tmp_path)
+    train(recipe, tmp_path / "silent")
+    assert capsys.readouterr().out == ""
+    train(recipe, tmp_path / "shown", show=True)
+    shown = capsys.readouterr().out
+    for words in (
+        "parameters",
+        "forecast",
+        "step 3: loss",
+        "step 3, held out: loss",
+        "result, on held-out data",
+        "report.html",
+    ):
+        assert words in shown
+
+    class ZMQInteractiveShell:  # what IPython has in a notebook's kernel
+        pass
+
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=ZMQInteractiveShell))
+    train(recipe, tmp_path / "notebook")
+    assert "result, on held-out data" in capsys.readouterr().out
+    train(recipe, tmp_path / "asked", show=False)
+    assert capsys.readouterr().out == ""
 
 
 def test_timing_a_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
