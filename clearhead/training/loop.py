@@ -169,12 +169,15 @@ def check_run(recipe: Recipe, out: Path, processes: Processes, *, resume: bool) 
 
 def make_checkpoints(trainer: Trainer, out: Path, show: Callbacks) -> Checkpoints:
     t = trainer.options
+    lora = dict(rank=t.lora_rank, scale=t.lora_alpha / t.lora_rank, seed=t.seed) if t.lora_rank else None
+    if lora is not None:
+        lora["from"] = trainer.task.recipe.model["from"]
     return Checkpoints(
         out / "checkpoints",
         trainer.processes,
         keep=t.average,
         averaged=partial(is_due, every=t.checkpoint_every, t=t),
-        describes=describe(trainer.model),
+        describes=describe(trainer.model, lora),
         note=show.note,
     )
 
