@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import threading
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -131,6 +132,7 @@ class MetricsLog:
         if tensorboard and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
+            _silence_writer()
             self.tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def _truncate(self, file: Path, step: int) -> None:
@@ -155,6 +157,20 @@ class MetricsLog:
     def close(self) -> None:
         if self.tensorboard is not None:
             self.tensorboard.close()
+
+
+def _silence_writer() -> None:
+    """A full disk ends TensorBoard's own thread with a traceback. `flush` raises the same error in ours, which becomes one line."""
+    before = threading.excepthook
+    if getattr(before, "is_ours", False):
+        return
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if not (isinstance(args.exc_value, OSError) and type(args.thread).__name__ == "_AsyncWriterThread"):
+            before(args)
+
+    hook.is_ours = True  # type: ignore[attr-defined]
+    threading.excepthook = hook
 
 
 def _step(line: str) -> float:
