@@ -18,7 +18,7 @@ HIDE = """
 import builtins, os, pathlib, signal, sys
 for name in ("fcntl", "resource", "pwd", "grp", "termios"):
     sys.modules[name] = None
-import torch  # torch itself is built for its system; what follows is ours
+import torch, torch.distributed.checkpoint  # torch itself is built for its system; what follows is ours
 for name in ("getuid", "geteuid", "sysconf", "fork", "sync", "sched_getaffinity", "sched_setaffinity", "getloadavg",
              "O_NOFOLLOW", "O_DIRECTORY", "fchmod", "chown", "posix_fadvise", "register_at_fork", "killpg", "setsid", "mkfifo"):
     if hasattr(os, name):
