@@ -137,5 +137,6 @@ def test_on_a_gpu_the_recipe_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         fit_to_machine(recipe, (), 5.0)
 
 
+@pytest.mark.slow
 def test_a_rate_is_measured() -> None:
     assert 1e7 < sizing.measure_rate() < 1e14

@@ -56,10 +56,14 @@ def test_one_thread_can_not_be_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_threads(99.0, no_measurement) == (1, "")
 
 
-def test_a_product_is_timed() -> None:
-    assert 0 < time_products(1) < 1
+def test_a_product_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # else the number of threads that is put back would be the false one
+    before = torch.get_num_threads()
+    assert 0 < time_products(2) < 1
+    assert torch.get_num_threads() == before
 
 
+@pytest.mark.slow
 def test_a_run_sets_its_threads_and_resumes_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     seen: list[int] = []
@@ -79,6 +83,7 @@ def test_a_run_sets_its_threads_and_resumes_with_them(tmp_path: Path, monkeypatc
     assert weights(tmp_path / "x") == weights(tmp_path / "y")
 
 
+@pytest.mark.slow
 def test_another_number_of_threads_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     recipe = make_recipe("language", tmp_path)
