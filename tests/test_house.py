@@ -25,7 +25,7 @@ HARDWARE = re.compile(
 )
 LONGEST = 60  # lines of a function
 # A flat list of routes or of command-line options.
-FLAT = {"cli/cost.py:run", "cli/generate.py:run"}
+FLAT = {"cli/cost.py:run", "cli/generate.py:run", "cli/train.py:run"}
 
 
 def lines(file: Path) -> list[str]:

@@ -25,7 +25,7 @@ def assign_weights(model: Model, pairings: Sequence[Pairing], weights: Weights, 
     on_cpu = device.type == "cpu"
     # On Windows a mapped file can not be replaced, so nobody could save to its folder.
     mapped = _assign_mapped(model, pairings, weights) if on_cpu and os.name == "posix" else set[str]()
-    take_memory(model, device)
+    take_memory(model, device, _advise(model, weights, on_cpu=on_cpu))
     targets = model.state_dict()
 
     def read(pairing: Pairing) -> None:
@@ -48,6 +48,15 @@ def assign_weights(model: Model, pairings: Sequence[Pairing], weights: Weights, 
     with ThreadPoolExecutor(_n_threads() if on_cpu else 1) as pool:
         for _ in pool.map(read, left):
             pass
+
+
+def _advise(model: Model, weights: Weights, *, on_cpu: bool) -> str:
+    """How to load a model that needs more memory than there is."""
+    stored = sorted({str(dtype).removeprefix("torch.") for dtype in weights.dtypes.values()})
+    wanted = str(next(model.parameters()).dtype).removeprefix("torch.")
+    if on_cpu and isinstance(weights, MappedWeights) and wanted not in stored:
+        return f"without dtype={wanted}, weights stay in the file as {' and '.join(stored)} and take little memory"
+    return "load a smaller model, or one stored in fewer bits"
 
 
 def _assign_mapped(model: Model, pairings: Sequence[Pairing], weights: Weights) -> set[str]:

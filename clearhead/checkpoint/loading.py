@@ -29,6 +29,7 @@ from clearhead.config import Config, Generation
 from clearhead.errors import CheckpointError, ConfigError, InputError, did_you_mean
 from clearhead.families import FAMILIES, family_of
 from clearhead.families.config_translation import Keys
+from clearhead.kernels import require_memory
 from clearhead.models import Model, build
 from clearhead.quantization import integer as quantized
 
@@ -89,7 +90,12 @@ def load(
     left = checkpoint.weights.shapes.keys() - {pairing.key for pairing in pairings}
     model.extras = {key: checkpoint.weights.read(key) for key in sorted(left) if matches_any(key, checkpoint.extras)}
     model = (model if image_size is None else resize_pictures(model, image_size)).eval()
-    return model if quantize is None else quantized.quantize(model, quantize)
+    if quantize is None:
+        return model
+    bits, numbers = {"int8": 8, "int4": 4}[quantize], sum(parameter.numel() for parameter in model.parameters())
+    smaller = "quantize='int4' takes half" if bits == 8 else "load a smaller model"
+    require_memory(numbers * bits // 8, device or "cpu", f"{path} in {bits} bits", lambda free: smaller)
+    return quantized.quantize(model, quantize)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -22,12 +22,16 @@ from clearhead.config import Config, Generation
 from clearhead.errors import CheckpointError, ConfigError
 from clearhead.models import Model, build
 
-FIELDS = {"state", "processes", "crc32", "model", "generation"}  # of state.json
+FIELDS = {"state", "processes", "crc32", "model", "generation", "lora"}  # of state.json
 
 
-def describe(model: Model) -> dict[str, Any]:
-    """What a checkpoint must tell beside its tensors, so that a model can be built of it."""
-    return {"model": model.config.to_dict(), "generation": asdict(model.generation)}
+def describe(model: Model, lora: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What a checkpoint must tell beside its tensors, so that a model can be built of it.
+
+    `lora`: of a run that trains additions to a model, "from" (that model), "scale" and "rank" of the additions, "seed" of the rest.
+    """
+    facts = {"model": model.config.to_dict(), "generation": asdict(model.generation)}
+    return facts if lora is None else facts | {"lora": dict(lora)}
 
 
 def steps_of(run: Path) -> list[Path]:
@@ -83,9 +87,10 @@ def open_step(step: Path) -> tuple[Config, Generation, MemoryWeights]:
         ) from None
     keys = SafeTensors(sorted(step.glob("*.safetensors"))).shapes.keys()
     if any(".lora_" in key for key in keys):
-        raise CheckpointError(
-            f"{step} holds LoRA's additions without the frozen weights, so no whole model; go on to the run's end, which merges "
-            f"them: clearhead train --resume {run}"
+        return (
+            config,
+            generation,
+            MemoryWeights(dict(_merge_additions(step, config, stored.get("lora"), keys).state_dict())),
         )
     model = build(config)  # weights that do not learn, such as a pooling layer that nothing reads, are not in the file
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
@@ -99,6 +104,50 @@ def open_step(step: Path) -> tuple[Config, Generation, MemoryWeights]:
             f"{step} has no {', '.join(absent[:3])}; go on with the run: clearhead train --resume {run}"
         )
     return config, generation, MemoryWeights(dict(model.state_dict()))
+
+
+@torch.no_grad()
+def _merge_additions(step: Path, config: Config, lora: Mapping[str, Any] | None, keys: Collection[str]) -> Model:
+    """The model that a LoRA run started from, with its additions at this step."""
+    from clearhead.checkpoint.loading import load
+
+    run = step.parent.parent
+    try:
+        assert lora is not None, "it does not name the model it adds to"
+        scale, rank, base = (
+            float(lora["scale"]),
+            int(lora["rank"]),
+            load(lora["from"], dtype=torch.float32).state_dict(),
+        )
+        model = build(
+            config, seed=lora["seed"]
+        )  # what neither the start nor the checkpoint has, such as a pooling layer
+        ours = model.state_dict()
+        model.load_state_dict({k: x for k, x in base.items() if k in ours and x.shape == ours[k].shape}, strict=False)
+        tensors, added = dict[str, Tensor](), list[tuple[Any, Tensor, Tensor]]()
+        for name, module in model.named_modules():
+            if f"model.{name}.lora_a" in keys:
+                weight: Any = module.weight
+                a, b = weight.new_empty(rank, weight.shape[1]), weight.new_empty(weight.shape[0], rank)
+                added.append((weight, a, b))
+                tensors |= {f"model.{name}.lora_a": a, f"model.{name}.lora_b": b}
+        learnt = {f"model.{name}": x.detach() for name, x in model.named_parameters() if f"model.{name}" in keys}
+        read_tensors(step, tensors | learnt)
+    except (
+        Exception
+    ) as error:  # the start may be gone, and a damaged file may raise any of torch's and safetensors' errors
+        raise CheckpointError(
+            f"{step} holds LoRA's additions, and the model they belong to can not be made ({error}); go on to the run's end, which "
+            f"merges them: clearhead train --resume {run}"
+        ) from None
+    for weight, a, b in added:
+        weight.copy_(merge_low_rank(weight, a, b, scale))
+    return model
+
+
+def merge_low_rank(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """W + scale B A, computed in float64."""
+    return (weight.double() + b.double() @ a.double() * scale).to(weight.dtype)
 
 
 @torch.no_grad()

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from clearhead.cli.console import wide_console
-
-if TYPE_CHECKING:
-    from clearhead.training import Recipe
 
 # None of these strings is in the training data: the day is held out.
 DATES = (
@@ -41,17 +38,19 @@ def run(
     out: Annotated[Path | None, typer.Option(help="The run's folder. Without: runs/NAME-1, -2 ...")] = None,
 ) -> None:
     """Train a small model in about two minutes, on data that is always there, and look at what it learnt."""
-    from clearhead.cli.train import train_and_show
+    from clearhead.cli.train import adapt, show_next, train_and_show
     from clearhead.training.recipe import find_recipe
     from clearhead.training.run_folder import next_folder
 
-    recipe: Recipe = find_recipe(name).with_set(set_ or [])
+    recipe, notes = adapt(find_recipe(name).with_set(set_ or []), set(), None, is_own=True)
     out = out or next_folder(name)
-    train_and_show(recipe, out)
+    result = train_and_show(recipe, out, notes=notes)
     if name == "dates":
         read_dates(out)
     elif name == "code":
         write_code(out)
+    typer.echo()
+    show_next(result)
 
 
 def read_dates(folder: Path) -> None:

@@ -81,7 +81,7 @@ def run(
 def machine() -> list[Finding]:
     import torch
 
-    from clearhead.costs.hardware import available_memory
+    from clearhead.kernels.memory import available_memory
     from clearhead.kernels.native_library import cache_folder
 
     cache = cache_folder()

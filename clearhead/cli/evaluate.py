@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from clearhead.cli.arguments import Device, ModelName, Quantize, find_device, find_model
-from clearhead.cli.metric_format import METRIC_NAMES, PERCENT, spell_metrics
 from clearhead.errors import InputError
 
 if TYPE_CHECKING:
@@ -48,8 +47,9 @@ def run(
 ) -> None:
     """Measure a model: perplexity and bits per byte of texts, BLEU and chrF of translations, accuracy of labels."""
     from clearhead.checkpoint.loading import open_checkpoint
-    from clearhead.cli.training_display import Display
+    from clearhead.training.display import Display
     from clearhead.training.evaluation import evaluate_checkpoint
+    from clearhead.training.metric_format import spell_metrics
 
     path = find_model(model)
     config = open_checkpoint(path).config
@@ -102,6 +102,8 @@ def quantizer(kind: str) -> Callable[[nn.Module], object]:
 
 def print_comparison(metrics: dict[str, float], quantized: dict[str, float], kind: str) -> None:
     """The metrics of the model as it is, of the quantised one, and the relative change."""
+    from clearhead.training.metric_format import METRIC_NAMES, PERCENT, spell_metrics
+
     typer.echo(f"as it is  {spell_metrics(metrics)}\n{kind:<9} {spell_metrics(quantized)}")
     # Of a metric that is itself a percentage, a relative change in percent would mislead.
     plain = {name: value for name, value in metrics.items() if name not in PERCENT and value}

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from clearhead.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from clearhead.training import Recipe
+    from clearhead.training import Recipe, Result
 
 Files = Annotated[
     list[str] | None,
@@ -51,8 +51,15 @@ def run(
     unequal: Annotated[
         str | None, typer.Option(help="Source and target of different line counts: error or cut.")
     ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1, help="On a CPU: sizes and steps that are not set are chosen for about so long. Default: 8."
+        ),
+    ] = None,
     show_recipe: Annotated[
-        bool, typer.Option("--show-recipe", help="Print the recipe with every field, and stop.")
+        bool,
+        typer.Option("--show-recipe", help="Print the recipe: every field, its meaning and its choices. Then stop."),
     ] = False,
 ) -> None:
     """Train a model on your own texts, pairs, labels or pictures; resumable to the bit."""
@@ -64,15 +71,46 @@ def run(
     if resume is not None:
         from clearhead.training.run_folder import read_run
 
-        refuse_changes(resume, what, {**files, "from": start, "out": out})
+        refuse_changes(resume, what, {**files, "from": start, "out": out, "minutes": minutes})
         recipe, out = read_run(resume), resume
     else:
         recipe = with_start(new_recipe(what, files), start, what, lora=bool(lora))
     recipe = recipe.with_set(settings)
+    notes = []
+    if resume is None:
+        given = {setting.partition("=")[0].strip() for setting in settings}
+        recipe, notes = adapt(recipe, given, minutes, is_own=bool(what and what[0].endswith(".toml")))
     if show_recipe:
-        typer.echo(recipe.to_toml(), nl=False)
+        typer.echo("".join(f"# {note}\n" for note in notes) + recipe.to_toml(explained=True), nl=False)
         return
-    train_and_show(recipe, out, resume=resume is not None)
+    result = train_and_show(recipe, out, resume=resume is not None, notes=notes)
+    show_next(result)
+
+
+def adapt(recipe: Recipe, given: set[str], minutes: float | None, *, is_own: bool) -> tuple[Recipe, list[str]]:
+    """The recipe for this machine: its threads, and, unless it is the user's own, sizes and steps that end in minutes. And why."""
+    from dataclasses import replace
+
+    from clearhead.training.distributed import choose_device
+    from clearhead.training.sizing import fit_to_machine
+    from clearhead.training.threads import choose_threads, num_threads
+
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if minutes is not None and (is_own or several):
+        why = "a recipe's file says its sizes and steps" if is_own else "several processes train what the recipe says"
+        raise InputError(f"--minutes {minutes:g} has no effect: {why}; leave it out, and set train.steps")
+    if several:
+        return recipe, []
+    notes: list[str] = []
+    if choose_device(recipe.train.device).type == "cpu" and not recipe.train.threads:
+        threads, why = choose_threads()
+        recipe = replace(recipe, train=replace(recipe.train, threads=threads))
+        notes += [why] if why else []
+    if not is_own:
+        with num_threads(recipe.train.threads):
+            recipe, why = fit_to_machine(recipe, given, minutes)
+        notes += [why] if why else []
+    return recipe, notes
 
 
 def refuse_changes(run: Path, what: list[str] | None, options: Mapping[str, object]) -> None:
@@ -135,22 +173,37 @@ def read_lora(texts: list[str]) -> list[str]:
     return [f"train.lora_{name}={value}" for name, value in found.items()]
 
 
-def train_and_show(recipe: Recipe, out: Path | None, *, resume: bool = False) -> dict[str, float]:
-    """Train with a progress bar, then print where the result is, or how to resume. Returns the metrics."""
-    from clearhead.cli.training_display import Display
+def train_and_show(recipe: Recipe, out: Path | None, *, resume: bool = False, notes: Sequence[str] = ()) -> Result:
+    """Train with a progress bar, then print where the result is, or how to resume."""
     from clearhead.training import train
+    from clearhead.training.display import Display
 
-    with Display() as display:
-        result = train(recipe, out, resume=resume, show=display)
-        if result.is_complete:
-            display.finish(result)
-        else:
-            display.interrupted(result)
-    code = 0 if result.is_complete else 130
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # A normal exit destroys objects that gloo's threads still use: about one run in thirty aborted (torch 2.13).
-        sys.stdout.flush()
-        os._exit(code)
-    if code:
-        raise typer.Exit(code)
-    return result.metrics
+    try:
+        with Display() as display:
+            for note in notes:
+                display.note(note)
+            result = train(recipe, out, resume=resume, show=display)
+            display.report(result)
+    except KeyboardInterrupt:
+        print("clearhead: stopped at once; checkpoints that were written are whole", file=sys.stderr)
+        end_now(130)
+    if not result.is_complete or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        end_now(0 if result.is_complete else 130)
+    return result
+
+
+def show_next(result: Result) -> None:
+    from clearhead.training.display import next_commands
+
+    for number, command in enumerate(next_commands(result)):
+        typer.echo(f"{'next' if number == 0 else '':<7} clearhead {command}")
+
+
+def end_now(code: int) -> NoReturn:
+    """Python's own end takes seconds after torch, and may find a tokenizer still being trained.
+
+    With several processes it destroys objects that gloo's threads still use: about one run in thirty aborted (torch 2.13).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -7,7 +7,7 @@ activations.py  what training keeps for the backward pass
 temporaries.py  the widest moment of a call without gradients
 capacity.py     the largest batch or length that fits, the number of devices
 units.py        "80GB", "400T", and back
-hardware.py     peak FLOP/s and memory of this machine
+hardware.py     peak FLOP/s of this machine
 measurement.py  the same numbers, measured
 geometry.py     how many nearly orthogonal directions fit into a width
 

@@ -1,20 +1,12 @@
-"""This machine: its speed at large matrix products, and its memory."""
+"""This machine's speed at large matrix products. (Its free memory: kernels/memory.py.)"""
 
 from __future__ import annotations
 
 import functools
 import statistics
 import time
-from pathlib import Path
 
 import torch
-
-from clearhead.kernels.memory import free_memory
-
-CGROUP = (  # files with the limit and use of this process's control group, version 2 and 1
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
 
 
 @functools.cache
@@ -41,16 +33,3 @@ def _time_product(a: torch.Tensor, b: torch.Tensor) -> float:
     began = time.perf_counter()
     torch.mm(a, b)
     return time.perf_counter() - began
-
-
-def available_memory(device: torch.device | str = "cpu") -> int:
-    """Free bytes: on a GPU what is free or cached by torch; else free memory within the container's limit."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    free = [free_memory()]
-    for limit, use in CGROUP:
-        if Path(limit).exists() and (most := Path(limit).read_text().strip()).isdigit():
-            free.append(max(0, int(most) - int(Path(use).read_text())))
-    return min(free)

@@ -11,7 +11,7 @@ import copy
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -21,9 +21,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from clearhead.config import Config
+from clearhead.costs.capacity import largest
 from clearhead.costs.flops import Lengths, check_lengths, count_forward, count_training
 from clearhead.costs.forecast import cost
 from clearhead.errors import InputError
+from clearhead.kernels import require_memory
 from clearhead.models import Encoder, Model, build
 from clearhead.quantization.integer import quantize as quantize_model
 
@@ -121,6 +123,7 @@ def measure(*workloads: Workload, repeats: int = 5) -> list[Measured]:
                 f"a run can be measured with optimizer 'adamw' or 'sgd'; got {work.optimizer!r}; forecast it alone"
             )
     first = workloads[0]
+    _check_memory(max(workloads, key=_forecast_peak))
     prepared = _prepare(first)
     steps = [_step(work, prepared) for work in workloads]
     for begin, step in steps:
@@ -131,6 +134,35 @@ def measure(*workloads: Workload, repeats: int = 5) -> list[Measured]:
     return [
         _report(work, prepared, step, fastest) for work, step, fastest in zip(workloads, steps, seconds, strict=True)
     ]
+
+
+def repeat_step(work: Workload) -> Callable[[], object]:
+    """A function that runs the workload once more."""
+    begin, step = _step(work, _prepare(work))
+    return lambda: step(begin())
+
+
+def _forecast_peak(work: Workload) -> int:
+    given = {
+        field.name: getattr(work, field.name) for field in fields(Workload) if field.name not in ("config", "device")
+    }
+    return cost(work.config, **given, device="cuda" if work.device.startswith("cuda") else "cpu").peak_bytes
+
+
+def _check_memory(work: Workload) -> None:
+    """Refuse what does not fit before anything is built. Quantised weights are made from whole ones."""
+    whole = _forecast_peak(replace(work, quantize=None)) if work.quantize else _forecast_peak(work)
+
+    def advise(free: int) -> str:
+        given = {name: getattr(work, name) for name in ("mode", "precision", "checkpointing", "optimizer")}
+        length = work.length if work.config.inputs == "tokens" else None
+        batch = largest(work.config, free, "batch", length=length, source_length=work.source_length, **given)
+        if batch:
+            return f"batch={batch} fits"
+        half = "" if work.precision == "bfloat16" else "precision bfloat16, "
+        return f"try {half}a smaller length or a smaller model; the forecast alone needs no memory"
+
+    require_memory(whole, work.device, f"measuring batch={work.batch}, mode={work.mode!r} of this model", advise)
 
 
 def make_inputs(config: Config, batch: int, at: Lengths, device: str = "cpu") -> tuple[Tensor, ...]:

@@ -5,6 +5,7 @@ tokenizer.py           Tokenizer: encode, decode, batch, stream, chat, save
 chat.py                chat templates; chat_template.py renders one, in a Jinja sandbox
 isolated_process.py    processes apart, with limits, for the code of strangers
 tokenizer_training.py  train_tokenizer
+interruptible.py       Ctrl-C while a tokenizer is trained
 tokenizer_formats.py   load_tokenizer, and the formats that need only one short function
 sentencepiece.py       SentencePiece models, and Marian's pair of them
 gguf_tokenizer.py      the tokenizer inside a .gguf file

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
+from clearhead.data.interruptible import call_interruptibly
 from clearhead.data.tokenizer import Tokenizer
 from clearhead.data.tokenizer_parts import CONVENTION, by_convention, byte_alphabet, surround
 from clearhead.errors import ConfigError, InputError, did_you_mean
@@ -90,7 +91,8 @@ def _learn(
     core.pre_tokenizer = pre_tokenizers.Sequence([*digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     core.decoder = decoders.ByteLevel()
     if kind == "bpe":
-        core.train_from_iterator(corpus, trainers.BpeTrainer(initial_alphabet=byte_alphabet(), **common))
+        trainer = trainers.BpeTrainer(initial_alphabet=byte_alphabet(), **common)
+        call_interruptibly(lambda texts: core.train_from_iterator(texts, trainer), corpus)
     elif kind == "unigram":
         # Split at spaces only, as SentencePiece does. With GPT-2's rule the same text took a third more tokens (122k against
         # 93k for the first 300 kB of tinyshakespeare with 4,000 entries).
@@ -98,7 +100,7 @@ def _learn(
         core.pre_tokenizer = pre_tokenizers.Sequence([*digits, words, bytes_only])
         core.model = models.Unigram()
         trainer = trainers.UnigramTrainer(initial_alphabet=byte_alphabet(), unk_token=unk, **common)
-        core.train_from_iterator(corpus, trainer)
+        call_interruptibly(lambda texts: core.train_from_iterator(texts, trainer), corpus)
         core.model = _deterministic(core, special, unk)
     elif kind == "wordpiece":
         core.normalizer = normalizers.BertNormalizer(lowercase=False)
@@ -151,7 +153,7 @@ def _learn_wordpieces(
             words = core.pre_tokenizer.pre_tokenize_str(core.normalizer.normalize_str(text))
             yield " ".join(word[0] + word[1:].translate(inside) for word, _ in words)
 
-    plain.train_from_iterator(marked(), trainer)
+    call_interruptibly(lambda texts: plain.train_from_iterator(texts, trainer), marked())
     ranked = sorted(plain.get_vocab().items(), key=lambda entry: entry[1])
     outside = {marked: code for code, marked in inside.items()}
     return _number(("##" if ord(token[0]) >= _INSIDE else "") + token.translate(outside) for token, _ in ranked)

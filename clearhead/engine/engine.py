@@ -26,7 +26,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from clearhead.costs.hardware import available_memory
 from clearhead.engine.allocator import BLOCK_SIZE, BlockAllocator
 from clearhead.engine.beams import BeamSearcher, search_params
 from clearhead.engine.outputs import OutputProcessor, StepOutput
@@ -39,6 +38,7 @@ from clearhead.engine.sequence import Sequence
 from clearhead.engine.transfer import HostCopy, to_device
 from clearhead.errors import InputError
 from clearhead.inside.evaluation_mode import eval_mode, may_train
+from clearhead.kernels.memory import available_memory
 from clearhead.models import Decoder, EncoderDecoder
 from clearhead.quantization.model_weights import example_weight
 from clearhead.sampling.beam_search import BeamSearchParams

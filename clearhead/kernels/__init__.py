@@ -12,6 +12,7 @@ decode_step.py    a whole decode step of native.cpp: from last tokens to logits
 snapshot.py       whether the weights and attributes of modules have changed
 onednn.py         products of many rows on the CPU
 huge_pages.py     weights in 2 MB pages of memory
+memory.py         free memory, asked before much of it is taken
 packed.py         int8 and int4 weights in tiles
 attention.py      whole texts, texts packed into one row, block-sparse
 float8.py         fp8 products with gradients
@@ -38,6 +39,7 @@ from clearhead.kernels.attention import (
     text_attention,
 )
 from clearhead.kernels.checks import best_device, can_read, capture, has_triton, is_plain, is_watched, to_float64
+from clearhead.kernels.memory import require_memory
 from clearhead.kernels.packed import Packed
 
 __all__ = [
@@ -56,6 +58,7 @@ __all__ = [
     "paged_attention",
     "prefers_flex",
     "product",
+    "require_memory",
     "rows",
     "store",
     "takes_packed",

@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
+from clearhead.kernels.memory import available_memory
+
 PAGE, PIECE = 2**21, 2**22  # bytes: of a huge page, and of what is moved at a time
 COLLAPSE = 25  # of madvise, since Linux 6.1
 MOVE_HERE = 1 | 2  # of mremap: MAYMOVE and FIXED
@@ -37,7 +39,11 @@ def move(tensors: Iterable[Tensor], *, shared: bool = True) -> Generator[None]:
     ]  # its memory stays, even if a parameter gets other data
     wanted = _joined((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in held)
     libc = _libc()
+    # A copy of a file takes memory that the mapped file does not: a model that is larger than memory stays in its file.
+    fits = sum(high - low for low, high in wanted) < available_memory() // 2
     for start, end, is_file in _maps():
+        if is_file and not fits:
+            continue
         for low, high in wanted:
             # Of a file only our own bytes; of other memory, also what shares a huge page with them.
             first, last = (

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from clearhead import kernels
 from clearhead.config import Config
 from clearhead.errors import ConfigError
+from clearhead.layers.block import Block
 from clearhead.models.decoder import Decoder
 from clearhead.models.encoder import Encoder
 from clearhead.models.encoder_decoder import EncoderDecoder
@@ -30,6 +32,7 @@ def build(
     """The model that the config describes, with random weights: the same ones for the same seed, device and dtype.
 
     `device="meta"` builds without memory: every shape is there, no number is.
+    A model that does not fit into free memory is refused.
     """
     check_config(config)
     if not isinstance(dtype, torch.dtype | None):  # pyright: ignore[reportUnnecessaryIsInstance] - not every caller has types
@@ -45,8 +48,27 @@ def build(
     return model
 
 
-def take_memory(model: Model, device: torch.device) -> None:
-    """What has only a shape gets memory; what is in it is anybody's guess. torch's `to_empty` would load sympy first."""
+def take_memory(model: Model, device: torch.device, advice: str = 'device="meta" builds it without memory') -> None:
+    """What has only a shape gets memory; what is in it is anybody's guess. torch's `to_empty` would load sympy first.
+
+    `advice` ends the error if there is not enough; before it come a smaller dtype and fewer layers, where those would fit.
+    """
+    shapes = [x for x in (*model.parameters(), *model.buffers()) if x.is_meta]
+    needed, half = sum(x.nbytes for x in shapes), sum(min(2, x.element_size()) * x.numel() for x in shapes)
+    layers = [
+        sum(p.nbytes for p in block.parameters() if p.is_meta) for block in model.modules() if isinstance(block, Block)
+    ]
+
+    def advise(free: int) -> str:
+        smaller = ["dtype=torch.bfloat16 fits"] if half <= free and half < needed else []
+        fitting = int((free - needed + sum(layers)) / (sum(layers) or 1) * model.config.n_layers)
+        return "; ".join(
+            [*smaller, *([f"n_layers={fitting} would fit"] if 0 < fitting < model.config.n_layers else []), advice]
+        )
+
+    kernels.require_memory(
+        needed, device, f"a model of {sum(p.numel() for p in model.parameters()):,} parameters", advise
+    )
     model._apply(  # pyright: ignore[reportPrivateUsage]
         lambda x: torch.empty(x.shape, dtype=x.dtype, device=device) if x.is_meta else x
     )

@@ -3,9 +3,10 @@
 loop.py            train: the loop, from top to bottom
 trainer.py         a run's model, loss, optimizers and step
 train_step.py      the two halves of a step, forward and backward pass and update, as CUDA graphs on a GPU
-recipe.py          the recipe: TOML, checked (recipe_checks.py); recipes/ holds the shipped ones
+recipe.py          the recipe: TOML, its fields (recipe_fields.py), checked (recipe_checks.py); recipes/ holds the shipped ones
 tasks/             language modelling, masked language modelling, translation, classification
 initialization.py  the model at the start, built or loaded
+memory_check.py    a run that does not fit into memory is refused
 lora.py            LoRA, and the whole model at the end
 losses.py          cross-entropy without holding all logits
 optimizers.py      AdamW, Muon
@@ -19,7 +20,9 @@ metrics_log.py     metrics.jsonl, TensorBoard
 run_folder.py      the folder of a run
 run_summary.py     forecast before the first step
 report.py          report.html, with report_figures.py
-callbacks.py       what a run reports; interrupts.py: Ctrl-C
+callbacks.py       what a run reports; display.py: in a terminal or a notebook; interrupts.py: Ctrl-C
+sizing.py          sizes and steps that end in minutes on this machine
+threads.py         fewer threads on a busy machine
 embedded_data.py   data sets that need no file
 
 May import: errors, config, kernels, layers, models, quantization, families, checkpoint, costs, inside, engine, generation, data.

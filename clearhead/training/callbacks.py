@@ -1,4 +1,4 @@
-"""What a run reports while it runs. The library prints nothing; the command line passes `Callbacks` that print."""
+"""What a run reports while it runs. `display.Display` prints it; the rest of the library prints nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Callbacks:
         """Something a user should know: dropped lines, a damaged checkpoint."""
 
     def progress(self, title: str) -> Callable[[int, int], None]:
-        """A progress bar for work before the first step: a function of (done, total)."""
+        """A progress bar for work beside the steps (data, evaluations): a function of (done, total)."""
         return lambda done, total: None
 
     def begin(self, summary: dict[str, str], step: int, steps: int) -> None:

@@ -24,6 +24,28 @@ from clearhead.training.recipe import Recipe, Train
 from clearhead.training.tasks import make_task
 from clearhead.training.tasks.task import Objective, Task
 
+SHARE = 0.1  # of the time of training, for evaluations, if the recipe does not say how many rows they take
+FORWARD = 1 / 3  # of the time of a training step: the pass without gradients
+
+
+def rows_to_evaluate(task: Task) -> int:
+    """At most how many held-out rows an evaluation during training takes; 0: all. By the recipe alone: resuming stays exact."""
+    t, rows = task.recipe.train, task.shape[0]
+    if t.evaluate_rows >= 0:
+        return t.evaluate_rows
+    return max(rows, int(SHARE / FORWARD * t.evaluate_every * rows))
+
+
+def evaluation_steps(task: Task) -> float:
+    """The time of all evaluations of a run, in training steps: those between, and the last one, which takes all rows."""
+    t, rows = task.recipe.train, task.shape[0]
+    held = sum(map(len, task.held_out()))
+    some = min(held, rows_to_evaluate(task) or held)
+    # A row that is decoded token by token takes about as long as one that is trained on.
+    scored, all_scored = (min(t.score_rows, held), held) if task.recipe.task == "translate" and t.score_rows else (0, 0)
+    count = -(-t.steps // t.evaluate_every)
+    return (count * (FORWARD * some + scored) + FORWARD * held + all_scored) / rows
+
 
 @torch.no_grad()
 def evaluate(
@@ -32,19 +54,26 @@ def evaluate(
     processes: Processes,
     train: Train,
     autocast: AbstractContextManager[Any],
+    progress: Callable[[int, int], None],
     *,
     final: bool = False,
 ) -> dict[str, Any]:
-    """Loss and the task's other metrics over the held-out rows, which are divided among the processes."""
+    """Loss and the task's other metrics over the held-out rows, which are divided among the processes.
+
+    `progress` gets the number of batches done, and of all.
+    """
     training = objective.training
     objective.eval()
     sums = kernels.to_float64(torch.zeros(3, device=processes.device))  # loss, correct, predictions
-    for rows in split_held_out(task.held_out(), 0 if final else train.evaluate_rows):
+    batches = split_held_out(task.held_out(), 0 if final else rows_to_evaluate(task))
+    for done, rows in enumerate(batches):
+        progress(done, len(batches))
         for part, weight in split_rows(rows, processes.rank, processes.world_size, 1):
             batch = to_device(task.held_out_batch(part), processes.device)
             with autocast:
                 _, loss, correct = objective(batch)
             sums += weight * torch.stack([kernels.to_float64(x) for x in (loss, correct, task.count(batch))])
+    progress(len(batches), len(batches))
     loss, correct, count = processes.sum(sums).tolist()
     row: dict[str, Any] = task.metrics(loss, correct, count)
     # A sharded model can not generate in one process: the first process generates with a whole copy.
@@ -76,7 +105,9 @@ def evaluate_checkpoint(
         if change is not None:
             change(model)
         objective = Objective(model, task).eval()
-        return evaluate(objective, task, processes, recipe.train, nullcontext(), final=True)
+        return evaluate(
+            objective, task, processes, recipe.train, nullcontext(), show.progress("evaluating"), final=True
+        )
 
 
 def is_better(value: float, best: float | None, metric: str) -> bool:

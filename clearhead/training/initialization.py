@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from clearhead.checkpoint import load
+from clearhead.checkpoint.loading import open_checkpoint
 from clearhead.config import Config
 from clearhead.errors import ConfigError
 from clearhead.families import preset
@@ -17,18 +20,18 @@ from clearhead.training.tasks.classification import are_pictures
 from clearhead.training.tasks.task import Facts
 
 
-def initial_model(recipe: Recipe, facts: Facts) -> Model:
-    """The model of a recipe, with random weights or those of a checkpoint."""
-    model = _make(recipe, facts)
+def initial_model(recipe: Recipe, facts: Facts, check: Callable[[Config], None] = lambda config: None) -> Model:
+    """The model of a recipe, with random weights or those of a checkpoint. `check` sees its config before memory is taken."""
+    model = _make(recipe, facts, check)
     if isinstance(model, Encoder) and model.config.head == "tokens":
         model.pool.requires_grad_(False)  # it is not used, and DDP would wait for its gradient
     return model
 
 
-def check_model(recipe: Recipe) -> None:
-    """Refuse a config that can not be built, before any data is read; the data may need changes that are refused later."""
+def guess_config(recipe: Recipe) -> Config:
+    """The config as far as it is known before any data is read; the data may need changes. Refuses one that can not be built."""
     if "from" in recipe.model:
-        return
+        return open_checkpoint(Path(recipe.model["from"])).config
     shape = {"language": "decoder", "translate": "encoder-decoder"}.get(recipe.task, "encoder")
     guessed: dict[str, Any] = dict(shape=shape, vocab_size=recipe.data.vocab_size)
     if recipe.task == "mask":
@@ -39,13 +42,14 @@ def check_model(recipe: Recipe) -> None:
         )
     if not are_pictures(recipe):
         guessed["max_len"] = recipe.data.length
-    make_config(recipe, guessed)
+    return make_config(recipe, guessed)
 
 
-def _make(recipe: Recipe, facts: Facts) -> Model:
+def _make(recipe: Recipe, facts: Facts, check: Callable[[Config], None]) -> Model:
     if "from" not in recipe.model:
         config = make_config(recipe, facts.fields)
         _refuse_small(facts.fields, config)
+        check(config)
         model = build(config, seed=recipe.train.seed)
         model.generation = facts.generation
         return model
@@ -54,6 +58,7 @@ def _make(recipe: Recipe, facts: Facts) -> Model:
     changes = {**_refuse_sizes(given, loaded.config), **_changed(facts.fields, loaded.config)}
     config = replace(loaded.config, **changes)
     _refuse_small(facts.fields, config)
+    check(config)
     model = build(config, seed=recipe.train.seed)
     # Only the head may differ between the checkpoint and the new model.
     ours = model.state_dict()

@@ -23,19 +23,21 @@ from clearhead.training.callbacks import Callbacks
 from clearhead.training.checkpoints import Checkpoints, State
 from clearhead.training.distributed import Processes, process_group
 from clearhead.training.evaluation import is_better
-from clearhead.training.initialization import check_model
-from clearhead.training.interrupts import Interrupts
+from clearhead.training.initialization import guess_config
+from clearhead.training.interrupts import Interrupted, Interrupts
 from clearhead.training.lora import gather_model
+from clearhead.training.memory_check import check_states
 from clearhead.training.metrics_log import Meter, MetricsLog
 from clearhead.training.precision import check_fp8
 from clearhead.training.prefetch import prefetch
 from clearhead.training.recipe import Recipe, Train, find_recipe
 from clearhead.training.report import write_report
-from clearhead.training.run_folder import check_resumable, check_space, open_folder, read_run, run_folder
+from clearhead.training.run_folder import check_resumable, check_space, newest_saved, open_folder, read_run, run_folder
 from clearhead.training.run_summary import summarise
 from clearhead.training.schedules import lr_factor
 from clearhead.training.tasks import make_task
 from clearhead.training.tasks.task import Task
+from clearhead.training.threads import num_threads, warn_of_threads
 from clearhead.training.trainer import Trainer
 
 
@@ -45,39 +47,72 @@ class Result:
 
     folder: Path
     step: int
-    is_complete: bool  # False: interrupted; `resume` continues from here
+    is_complete: bool  # False: interrupted; `resume` continues from here, at `step`
     metrics: dict[str, Any]  # of the result, on held-out data
 
 
 def train(
-    recipe: Recipe | str, out: str | Path | None = None, *, resume: bool = False, show: Callbacks | None = None
+    recipe: Recipe | str,
+    out: str | Path | None = None,
+    *,
+    resume: bool = False,
+    show: Callbacks | bool | None = None,
 ) -> Result:
     """Train as a recipe says (or a shipped one, by its name), into the folder `out`; without it: runs/TASK-1, -2 ...
 
-    With `resume`, continue the run that is in `out`.
+    With `resume`, continue the run that is in `out`. `show=True` prints what the command line prints, False nothing; None is True
+    in a notebook. `Callbacks` of your own are called instead.
     """
     recipe = find_recipe(recipe) if isinstance(recipe, str) else recipe
+    if isinstance(show, Callbacks):
+        return run(recipe, out, show, resume=resume)
+    from clearhead.training.display import Display, in_notebook
+
+    if not (in_notebook() if show is None else show):
+        return run(recipe, out, Callbacks(), resume=resume)
+    with Display() as display:
+        result = run(recipe, out, display, resume=resume)
+        display.report(result)
+    return result
+
+
+def run(recipe: Recipe, out: str | Path | None, show: Callbacks, *, resume: bool) -> Result:
     t = recipe.train
     with (
         process_group(t.device) as processes,
         run_folder(out, recipe.task, processes) as out,
         Interrupts(echo=processes.world_size > 1) as interrupts,
+        num_threads(t.threads),
     ):
-        show = show if show is not None and processes.is_first else Callbacks()  # only one process reports
-        configure_torch(t)
-        check_run(recipe, out, processes, resume=resume)
-        task = make_task(recipe, out, processes, show)
-        write_extra_files(task, out, processes)
-        trainer = Trainer(recipe, task, processes, show)
-        checkpoints = make_checkpoints(trainer, out, show)
-        check_space(out, 3 * sum(tensor.nbytes for tensor in trainer.tensors.values()))
-        state = trainer.restore(checkpoints)
-        log = MetricsLog(out if processes.is_first else None, step=state.step, tensorboard=t.tensorboard)
-        meter = Meter(trainer.model.config, task, processes)
-        show.begin(summarise(recipe, task, trainer.model, meter, trainer.tensors), state.step, t.steps)
+        show = show if processes.is_first else Callbacks()  # only one process reports
+        try:
+            configure_torch(t)
+            if resume:
+                warn_of_threads(out, processes.device, show.note)
+            check_run(recipe, out, processes, resume=resume)
+            task = make_task(recipe, out, processes, show)
+            write_extra_files(task, out, processes)
+            trainer = Trainer(recipe, task, processes, show)
+            return run_steps(recipe, trainer, out, interrupts, show)
+        except Interrupted:  # nothing is lost: data that is prepared, the tokenizer and checkpoints are files
+            return Result(out, newest_saved(out), False, {})
 
-        batches, stop = prefetch(task, state.step, t.steps, processes), False
-        meter.start(state)
+
+def run_steps(recipe: Recipe, trainer: Trainer, out: Path, interrupts: Interrupts, show: Callbacks) -> Result:
+    """The steps that are left, and the result."""
+    t, task, processes = recipe.train, trainer.task, trainer.processes
+    checkpoints = make_checkpoints(trainer, out, show)
+    check_space(out, 3 * sum(tensor.nbytes for tensor in trainer.tensors.values()))
+    state = trainer.restore(checkpoints)
+    log = MetricsLog(out if processes.is_first else None, step=state.step, tensorboard=t.tensorboard)
+    meter = Meter(trainer.model.config, task, processes)
+    measured = trainer.time_step(state.step)
+    summary = summarise(recipe, task, trainer.model, meter, trainer.tensors, measured, state.step)
+    show.begin(summary, state.step, t.steps)
+
+    batches, stop = prefetch(task, state.step, t.steps, processes), False
+    meter.start(state)
+    with interrupts.held():
         while state.step < t.steps and not is_out_of_patience(state, t) and not stop:
             lr = lr_factor(state.step, t)
             trainer.optimizers.scale(lr)
@@ -104,11 +139,11 @@ def train(
                 with meter.paused():
                     checkpoints.write(state, trainer.tensors)
 
-        batches.close()
-        show.end()
-        row = {} if stop else finish(trainer, checkpoints, state, out, log, show)
-        log.close()
-        return Result(out, state.step, not stop, row)
+    batches.close()
+    show.end()
+    row = {} if stop else finish(trainer, checkpoints, state, out, log, show)
+    log.close()
+    return Result(out, state.step, not stop, row)
 
 
 def configure_torch(t: Train) -> None:
@@ -124,7 +159,8 @@ def check_run(recipe: Recipe, out: Path, processes: Processes, *, resume: bool) 
     """Refuse what can not work before any data is read, and make the folder."""
     if resume:
         check_resumable(read_run(out), recipe)
-    check_model(recipe)
+    if "from" not in recipe.model:
+        check_states(guess_config(recipe), recipe, processes)
     check_fp8(recipe.train, processes)
     if processes.is_first:
         open_folder(out, recipe, resume=resume, device=processes.device)
@@ -133,12 +169,15 @@ def check_run(recipe: Recipe, out: Path, processes: Processes, *, resume: bool) 
 
 def make_checkpoints(trainer: Trainer, out: Path, show: Callbacks) -> Checkpoints:
     t = trainer.options
+    lora = dict(rank=t.lora_rank, scale=t.lora_alpha / t.lora_rank, seed=t.seed) if t.lora_rank else None
+    if lora is not None:
+        lora["from"] = trainer.task.recipe.model["from"]
     return Checkpoints(
         out / "checkpoints",
         trainer.processes,
         keep=t.average,
         averaged=partial(is_due, every=t.checkpoint_every, t=t),
-        describes=describe(trainer.model),
+        describes=describe(trainer.model, lora),
         note=show.note,
     )
 

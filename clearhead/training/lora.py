@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from clearhead.checkpoint.run_checkpoint import merge_low_rank
 from clearhead.layers.linear import FusedLinear
 from clearhead.models import Encoder, Model, build
 from clearhead.training.distributed import gather
@@ -53,8 +54,8 @@ def gather_model(model: Model) -> Model:
         holder = modules[name.rpartition(".")[0]]
         value = gather(getattr(holder, name.rpartition(".")[2])).detach().cpu()
         if name.endswith(".weight") and hasattr(holder, "lora_a"):
-            a, b = (gather(getattr(holder, part)).cpu().double() for part in ("lora_a", "lora_b"))
-            value = (value.double() + b @ a * holder.lora_scale).to(value.dtype)  # type: ignore[operator]
+            a, b = (gather(getattr(holder, part)).cpu() for part in ("lora_a", "lora_b"))
+            value = merge_low_rank(value, a, b, holder.lora_scale)  # type: ignore[arg-type]
         tensor.data = value.clone()
     fresh.generation, fresh.extras = model.generation, model.extras
     return fresh.eval()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import threading
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch import Tensor
 from clearhead import kernels
 from clearhead.checkpoint.durable_files import NOT_A_LINK, write_text
 from clearhead.config import Config
-from clearhead.costs.forecast import cost
+from clearhead.costs.forecast import Cost, cost
 from clearhead.costs.hardware import measure_peak
 from clearhead.training.callbacks import Row
 from clearhead.training.checkpoints import State
@@ -27,27 +28,33 @@ from clearhead.training.prefetch import StepBatch
 from clearhead.training.tasks.task import Task
 
 
+def step_cost(config: Config, task: Task, processes: Processes) -> Cost:
+    """The forecast of one pass of one process: a step's batch divided by processes and accumulated parts."""
+    t, (rows, length, source) = task.recipe.train, task.shape
+    return cost(
+        config,
+        batch=max(1, rows // (t.accumulate * processes.world_size)),
+        length=min(length, config.max_len),
+        source_length=min(source, config.max_source_len) or None,
+        mode="train",
+        precision="bfloat16" if uses_bfloat16(t, processes.device) else "float32",
+        checkpointing=t.checkpointing,
+        optimizer=t.optimizer,
+        shards=processes.world_size if t.parallel == "fsdp" else 1,
+        accumulation=t.accumulate,
+        device="cuda" if processes.device.type == "cuda" else "cpu",
+    )
+
+
 class Meter:
     """Counts tokens, losses and seconds between two logged steps."""
 
     def __init__(self, config: Config, task: Task, processes: Processes) -> None:
         self.task, self.processes = task, processes
-        t, (rows, length, source) = task.recipe.train, task.shape
+        t = task.recipe.train
         self.precision = "bfloat16" if uses_bfloat16(t, processes.device) else "float32"
         self.peak = measure_peak(processes.device, getattr(torch, self.precision))
-        self.cost = cost(
-            config,
-            batch=max(1, rows // (t.accumulate * processes.world_size)),
-            length=min(length, config.max_len),
-            source_length=min(source, config.max_source_len) or None,
-            mode="train",
-            precision=self.precision,
-            checkpointing=t.checkpointing,
-            optimizer=t.optimizer,
-            shards=processes.world_size if t.parallel == "fsdp" else 1,
-            accumulation=t.accumulate,
-            device="cuda" if processes.device.type == "cuda" else "cpu",
-        )
+        self.cost = step_cost(config, task, processes)
         # FLOPs of a step of the usual shape, on all processes.
         self.flops = self.cost.useful_flops * t.accumulate * processes.world_size
         self._clear()
@@ -126,6 +133,7 @@ class MetricsLog:
         if tensorboard and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
+            _silence_writer()
             self.tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def _truncate(self, file: Path, step: int) -> None:
@@ -150,6 +158,20 @@ class MetricsLog:
     def close(self) -> None:
         if self.tensorboard is not None:
             self.tensorboard.close()
+
+
+def _silence_writer() -> None:
+    """A full disk ends TensorBoard's own thread with a traceback. `flush` raises the same error in ours, which becomes one line."""
+    before = threading.excepthook
+    if getattr(before, "is_ours", False):
+        return
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if not (isinstance(args.exc_value, OSError) and type(args.thread).__name__ == "_AsyncWriterThread"):
+            before(args)
+
+    hook.is_ours = True  # type: ignore[attr-defined]
+    threading.excepthook = hook
 
 
 def _step(line: str) -> float:

@@ -24,6 +24,7 @@ from clearhead.config import Config
 from clearhead.errors import ConfigError, InputError, did_you_mean
 from clearhead.families import preset, presets
 from clearhead.training.recipe_checks import check_files, check_lora, check_preset, check_values
+from clearhead.training.recipe_fields import Data, Train, explain
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -36,89 +37,11 @@ SHIPPED = Path(__file__).parent / "recipes"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
-    """The data, and how it is read."""
-
-    files: tuple[str, ...] = ()  # texts or tables; for pictures one folder with a subfolder for each class
-    source: tuple[str, ...] = ()  # translate: line n of the source belongs to line n of the target
-    target: tuple[str, ...] = ()
-    valid: tuple[str, ...] = ()  # held-out files; without any, valid_share of the data is held out
-    valid_source: tuple[str, ...] = ()
-    valid_target: tuple[str, ...] = ()
-    valid_share: float = 0.05
-    embedded: Literal["", "dates", "code", "digits"] = ""  # data that needs no file
-    columns: tuple[str, ...] = ()  # the columns of a table; () is (text), (source, target) or (text, label)
-    documents: Literal["file", "line", "paragraph"] = "file"  # what one document is, in a text file
-    tokenizer: str = "bpe"  # a kind to train (bpe, unigram, wordpiece, bytes, chars), or the path of one
-    vocab_size: int = 8192
-    split_digits: bool = False  # a trained tokenizer has one token for each digit and none for longer numbers
-    lowercase: bool = False
-    length: int = 256  # tokens of a window (language, mask), else the longest text, source or target
-    bad_bytes: Literal["error", "replace", "drop"] = "error"  # bytes that are not UTF-8
-    empty: Literal["error", "drop", "keep"] = "drop"  # empty lines and texts
-    too_long: Literal["error", "drop", "cut"] = "error"  # texts of more than `length` tokens
-    unequal: Literal["error", "cut"] = "error"  # a source and a target of different line counts
-    leave_out: float = 0.0  # texts to classify: the share of tokens dropped in training, others each time
-    shift: int = 0  # pictures are shifted by up to so many pixels, at random
-    flip: bool = False  # pictures are mirrored half of the time
-    cache: str = ""  # the folder for tokenised data; "" is `data` beside the run's folder
-
-
-@dataclass(frozen=True, kw_only=True)
-class Train:
-    """How the model is trained."""
-
-    steps: int = 1000
-    batch_tokens: int = 4096  # of one step: with padding, of all processes and accumulated parts together
-    accumulate: int = 1  # gradient accumulation: a step's batch is computed in so many parts, to fit in memory
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of the blocks, AdamW for the rest
-    lr: float = 1e-3  # AdamW's; 0 with schedule noam is the paper's
-    muon_lr: float = 0.02
-    weight_decay: float = 0.1  # of matrices only
-    betas: tuple[float, float] = (0.9, 0.95)
-    momentum: float = 0.95  # Muon's
-    schedule: Literal["constant", "cosine", "noam", "wsd"] = "cosine"
-    warmup: int = 100
-    decay: float = 0.2  # wsd: the share of steps in which the rate falls, at the end
-    min_lr: float = 0.0  # the last rate of cosine and wsd, as a share of the highest
-    clip: float = 1.0  # the largest norm of the gradients; 0: no clipping
-    label_smoothing: float = 0.0
-    mask_share: float = 0.15  # mask: the share of tokens to predict
-    average: int = 0  # the result is the mean of so many last checkpoints (section 6.1 of the paper); 0: no averaging
-    keep: Literal["best", "last"] = "best"  # without averaging: which weights are the result
-    best: Literal["loss", "accuracy", "bleu", "chrf", "exact"] = "loss"  # the metric that decides which are best
-    patience: int = 0  # stop after so many evaluations without a better one; 0: never
-    lora_rank: int = 0  # 0: train all weights; n: LoRA of rank n for the matrices of the blocks
-    lora_alpha: float = 16.0
-    precision: Literal["auto", "float32", "bfloat16", "fp8"] = (
-        "auto"  # of products; auto: bfloat16 on a GPU that has it; fp8: bfloat16 with the blocks' products in 8 bits
-    )
-    stream: Literal["float32", "bfloat16"] = (
-        "float32"  # what blocks hand on, where products are bfloat16; less memory, less exact
-    )
-    compile: bool = False
-    record: bool = True  # on a GPU, if batches have one shape, or few: replay the step as a CUDA graph
-    checkpointing: bool = False  # activation checkpointing: less memory, a third more time
-    deterministic: bool = False  # on a GPU: only kernels that sum in a fixed order
-    parallel: Literal["ddp", "fsdp"] = "ddp"  # with several processes: copies of the model, or shards
-    device: str = "auto"
-    seed: int = 0
-    log_every: int = 10
-    evaluate_every: int = 200
-    evaluate_rows: int = 0  # at most so many held-out rows; 0: all
-    checkpoint_every: int = 200
-    samples: int = 5  # held-out examples shown at each evaluation
-    score_rows: int = 200  # translate: held-out rows decoded for BLEU, chrF and exact matches; 0: none
-    beams: int = 1  # translate: for decoding with the result; during training decoding is greedy
-    tensorboard: bool = True  # if it is installed
-
-
-@dataclass(frozen=True, kw_only=True)
 class Recipe:
     task: Literal["language", "translate", "mask", "classify"]
     model: Mapping[str, Any] = field(default_factory=dict)  # `preset` or `from`, and fields of Config
-    data: Data = Data()
-    train: Train = Train()
+    data: Data = field(default_factory=Data)
+    train: Train = field(default_factory=Train)
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
@@ -156,11 +79,14 @@ class Recipe:
     def tables(self) -> dict[str, Any]:
         return {"task": self.task, "model": dict(self.model), "data": asdict(self.data), "train": asdict(self.train)}
 
-    def to_toml(self) -> str:
-        lines = [f"task = {_toml(self.task)}"]
-        for name in ("model", "data", "train"):
-            lines += ["", f"[{name}]"]
-            lines += [f"{key} = {_toml(value)}" for key, value in self.tables()[name].items()]
+    def to_toml(self, *, explained: bool = False) -> str:
+        """The recipe as TOML; `explained`: with the meaning of each field as a comment."""
+        lines = [f"task = {_toml(self.task)}" + f"  # one of: {', '.join(TASKS)}" * explained]
+        for part in ("model", "data", "train"):
+            lines += ["", f"[{part}]"]
+            for name, value in self.tables()[part].items():
+                line, meaning = f"{name} = {_toml(value)}", explain(part, name) if explained else ""
+                lines.append(f"{line:<32}  # {meaning}" if meaning else line)
         return "\n".join(lines) + "\n"
 
     def with_set(self, settings: Iterable[str]) -> Recipe:

@@ -80,7 +80,7 @@ def _page(folder: Path, attention: Sequence[AttentionPicture]) -> str:
         _overview(records),
         *(f'<p class="note">{escape(note)}</p>' for note in notes),
         _charts(curves(records, "train", "valid")),
-        _samples(records["valid"] + records["result"]),
+        _samples(records["valid"] + records["result"], one_is_right=not task or task[1] != "language"),
         _pictures(attention),
         f"<h2>Recipe</h2><pre>{clip(recipe, TEXT_LETTERS)}</pre>" if recipe else "",
         _environment(files.get("environment.json", "{}")),
@@ -158,14 +158,18 @@ def _charts(found: Curves) -> str:
     )
 
 
-def _samples(evaluations: list[dict[str, Any]]) -> str:
-    """Samples of the last evaluation. An output that differs from the wanted one is marked."""
+def _samples(evaluations: list[dict[str, Any]], *, one_is_right: bool) -> str:
+    """Samples of the last evaluation. An output that differs from the wanted one is marked, where only that is right.
+
+    A language model continues a text in its own way, and hardly ever as the text itself went on.
+    """
     samples: list[dict[str, Any]] = next((record["samples"] for record in evaluations[::-1] if "samples" in record), [])
     columns = [name for name in ("input", "output", "wanted") if any(name in sample for sample in samples)]
-    body = "".join(f"<th>{name}</th>" for name in columns)
+    names = {} if one_is_right else {"wanted": "how the text goes on"}
+    body = "".join(f"<th>{names.get(name, name)}</th>" for name in columns)
     for sample in samples[:SAMPLES]:
         cells = [clip(sample.get(name, ""), SAMPLE_LETTERS) for name in columns]
-        if "wanted" in sample and str(sample["wanted"]).strip() != str(sample.get("output")).strip():
+        if one_is_right and "wanted" in sample and str(sample["wanted"]).strip() != str(sample.get("output")).strip():
             cells[-1] += "<br/><b>✗ differs</b>"
         body += "</tr>\n<tr>" + "".join(f'<td dir="auto">{cell}</td>' for cell in cells)
     more = f'<p class="soft">The first {SAMPLES} of {len(samples)}.</p>' if len(samples) > SAMPLES else ""

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from clearhead.checkpoint.durable_files import NOT_A_LINK, sweep, try_lock, write_text
+from clearhead.checkpoint.run_checkpoint import steps_of
 from clearhead.checkpoint.saving import STAGE
 from clearhead.errors import CheckpointError, ConfigError, InputError
 from clearhead.training.distributed import Processes
@@ -146,6 +147,11 @@ def clear_leftovers(path: Path) -> None:
 def has_begun(path: Path) -> bool:
     """Whether the folder holds anything that took time to compute."""
     return (path / "metrics.jsonl").exists() or (path / "config.json").exists() or any((path / "checkpoints").glob("*"))
+
+
+def newest_saved(path: Path) -> int:
+    """The step of the newest checkpoint; 0 if there is none."""
+    return max((int(step.name.removeprefix("step-")) for step in steps_of(path)), default=0)
 
 
 def check_resumable(old: Recipe, new: Recipe) -> None:

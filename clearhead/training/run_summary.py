@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from clearhead.costs.hardware import available_memory
+from clearhead.kernels.memory import available_memory
 from clearhead.models import Model
+from clearhead.training.evaluation import evaluation_steps
 from clearhead.training.metrics_log import Meter
 from clearhead.training.recipe import Recipe
 from clearhead.training.tasks.task import Task
@@ -15,13 +16,24 @@ from clearhead.training.tasks.task import Task
 USUAL_UTILISATION = 0.3  # the share of the measured peak that training usually reaches
 
 
-def summarise(recipe: Recipe, task: Task, model: Model, meter: Meter, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """What a user should know before the first step, as names and values."""
+def summarise(
+    recipe: Recipe,
+    task: Task,
+    model: Model,
+    meter: Meter,
+    tensors: Mapping[str, Tensor],
+    measured: float | None = None,
+    done: int = 0,
+) -> dict[str, str]:
+    """What a user should know before the first step, as names and values. `measured`: seconds of a step; `done`: steps so far."""
     t, config = recipe.train, model.config
     n = sum(p.numel() for p in model.parameters())
     learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)
     layers = config.depth
-    seconds = t.steps * meter.flops / (USUAL_UTILISATION * meter.peak * meter.processes.world_size)
+    usual = meter.flops / (USUAL_UTILISATION * meter.peak * meter.processes.world_size)
+    left, basis = t.steps - done, f" at {USUAL_UTILISATION:.0%} of that" if measured is None else ""
+    seconds = (usual if measured is None else measured) * left
+    evaluations = (usual if measured is None else measured) * evaluation_steps(task) * left / t.steps
     free = available_memory(meter.processes.device)
     peak, size = meter.cost.peak_bytes, sum(tensor.nbytes for tensor in tensors.values())
     spread = f", {meter.processes.world_size} processes ({t.parallel})" if meter.processes.world_size > 1 else ""
@@ -32,8 +44,8 @@ def summarise(recipe: Recipe, task: Task, model: Model, meter: Meter, tensors: M
         "training": f"{t.steps:,} steps of {t.batch_tokens:,} tokens, {task.epoch(t.steps):.1f} epochs; "
         f"{t.optimizer}, {t.schedule}",
         "device": f"{meter.processes.device}, {meter.precision} products at {meter.peak / 1e9:,.0f} GFLOP/s{spread}",
-        "forecast": f"about {format_seconds(seconds)} at {USUAL_UTILISATION:.0%} of that, {peak / 1e9:.2f} GB of memory "
-        f"({free / 1e9:.1f} GB free)",
+        "forecast": f"about {format_seconds(seconds + evaluations)}{basis}, {format_seconds(evaluations)} of it for evaluations; "
+        f"{peak / 1e9:.2f} GB of memory ({free / 1e9:.1f} GB free)",
         "checkpoints": f"every {t.checkpoint_every:,} steps, {size / 1e6:,.1f} MB each",
     }
     if peak > free:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from clearhead.training.distributed import Processes, no_sync, parallelize
 from clearhead.training.evaluation import evaluate
 from clearhead.training.initialization import initial_model
 from clearhead.training.lora import add_lora
+from clearhead.training.memory_check import check_step
 from clearhead.training.optimizers import Optimizers
 from clearhead.training.precision import make_autocast, set_residual_dtype
 from clearhead.training.prefetch import StepBatch, make_step_batch
@@ -23,6 +26,8 @@ from clearhead.training.schedules import max_lr
 from clearhead.training.tasks.task import Objective, Task
 from clearhead.training.train_step import ROUNDING, ForwardBackward, Update
 
+LONG_STEP = 1.0  # seconds
+
 
 class Trainer:
     """Built once per run. It decides how the task's batches are laid out: padded to few shapes, packed, or as they are."""
@@ -30,7 +35,9 @@ class Trainer:
     def __init__(self, recipe: Recipe, task: Task, processes: Processes, show: Callbacks) -> None:
         t, device = recipe.train, processes.device
         self.task, self.processes, self.options = task, processes, t
-        self.model = initial_model(recipe, task.facts).to(device).train()
+        self.progress = show.progress("evaluating")
+        check = partial(check_step, task=task, processes=processes)
+        self.model = initial_model(recipe, task.facts, check).to(device).train()
         if t.lora_rank:
             show.note(f"LoRA: {add_lora(self.model, t.lora_rank, t.lora_alpha, t.seed):,} numbers learn, the rest stay")
         self.objective = Objective(self.model, task)
@@ -89,7 +96,27 @@ class Trainer:
 
     def evaluate(self, *, final: bool = False) -> dict[str, Any]:
         """The metrics on held-out data; `final`: on all of it."""
-        return evaluate(self.objective, self.task, self.processes, self.options, self.autocast, final=final)
+        return evaluate(
+            self.objective, self.task, self.processes, self.options, self.autocast, self.progress, final=final
+        )
+
+    def time_step(self, step: int) -> float | None:
+        """Seconds of a training step, measured: one pass whose gradients are dropped. None where a pass says little about the rest.
+
+        (A GPU's first passes compile and record. Several processes would have to agree.)
+        """
+        if self.processes.device.type != "cpu" or self.processes.world_size > 1 or self.options.compile:
+            return None
+        batch, seconds = make_step_batch(self.task, step, self.processes), 0.0
+        for _ in range(2):  # the first pass also takes memory, and is enough if it was long
+            began = time.perf_counter()
+            seed_dropout(self.options.seed, step, 0, 0)
+            self.forward_backward(batch.parts[0][0], 1.0)
+            self.optimizers.zero_grad()
+            seconds = time.perf_counter() - began
+            if seconds > LONG_STEP:
+                break
+        return seconds * len(batch.parts)
 
 
 def seed_dropout(seed: int, step: int, part: int, rank: int) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +16,7 @@ import pytest
 
 import clearhead as ch
 from clearhead.cli import main
-from clearhead.training import Recipe, read_run
+from clearhead.training import Recipe, read_run, sizing
 from training.tiny_runs import (
     command,
     make_recipe,
@@ -89,7 +92,8 @@ def assert_trained(ran: Ran, folder: Path, *words: str) -> Recipe:
         assert word in ran.out
     # The summary comes before the first step, the result after the last; no line is broken, coloured or drawn over.
     assert ran.out.index("parameters") < ran.out.index("step 1: loss") < ran.out.index("result, on held-out data")
-    assert ran.out.endswith(f"model   {folder}\nreport  {folder}/report.html\n")
+    assert f"model   {folder}\nreport  {folder}/report.html\nnext    clearhead " in ran.out
+    assert f"clearhead explore {folder} " in ran.out.splitlines()[-1]
     assert not set("\x1b\r") & set(ran.out)
     assert "<svg" in (folder / "report.html").read_text(encoding="utf-8")
     ch.load(folder)
@@ -104,7 +108,11 @@ def test_language(clearhead: Clearhead, tmp_path: Path) -> None:
         ran, Path("runs/language-1"), "bits/byte", "tokens to learn from", "decoder, 1 layers of width 8"
     )
     assert recipe.data.files == (str(tmp_path / "data" / "a.txt"), str(tmp_path / "data" / "b.txt"))
-    assert clearhead("train", "language", "data/a.txt", "--out", "here").out.endswith("report  here/report.html\n")
+    ran = clearhead("train", "language", "data/a.txt", "--out", "here")
+    assert "wanted" not in ran.out  # a text can go on in many ways
+    (generate,) = re.findall(r"^next    clearhead (generate here .*)$", ran.out, re.MULTILINE)
+    again = clearhead(*shlex.split(generate), "--device", "cpu", tiny=False)
+    assert again.code == 0, again.err
 
 
 def test_mask_and_then_classify_from_it(clearhead: Clearhead, tmp_path: Path) -> None:
@@ -182,6 +190,11 @@ def test_show_recipe(clearhead: Clearhead, tmp_path: Path) -> None:
     )
     assert (ran.code, ran.err) == (0, "")
     recipe = Recipe.read(ran.out)
+    lines = [line for line in ran.out.splitlines() if " = " in line]
+    assert [line for line in lines if "  # " not in line] == []
+    assert any(
+        line.startswith('schedule = "wsd"') and line.endswith("one of: constant, cosine, noam, wsd") for line in lines
+    )
     assert recipe.train.steps == 3
     assert (recipe.data.too_long, recipe.data.empty, recipe.data.bad_bytes) == ("cut", "keep", "drop")
     assert recipe.data.files == (str(tmp_path / "a.txt"),)
@@ -369,6 +382,92 @@ def test_stopped_by_a_signal(number: signal.Signals, tmp_path: Path) -> None:
     ran = command("train", "--resume", "x", "--set", f"train.steps={step + 2}", cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert f"going on from step {step:,}\n" in ran.stdout
+
+
+def test_without_settings_sizes_and_steps_are_chosen(
+    clearhead: Clearhead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are in the recipe that is shown and stored, with the reason as a comment; --minutes asks for more."""
+    monkeypatch.setattr(sizing, "measure_rate", lambda: 15e9)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    write_lines(tmp_path / "a.txt", ["some words to learn from"] * 10_000)
+    shown = [
+        clearhead("train", "language", "a.txt", "--show-recipe", *more, tiny=False)
+        for more in ((), ("--minutes", "500"))
+    ]
+    short, long = (Recipe.read(ran.out) for ran in shown)
+    assert shown[0].out.startswith("# chosen for this machine (15.0 GFLOP/s in training)")
+    assert short.model["d_model"] < long.model["d_model"]
+    assert short.train.threads == 1
+    ran = clearhead(
+        "train",
+        "language",
+        "a.txt",
+        "--minutes",
+        "0.1",
+        "--out",
+        "x",
+        "-s",
+        "train.steps=2",
+        "-s",
+        "data.vocab_size=300",
+        tiny=False,
+    )
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.startswith("chosen for this machine")
+    stored = read_run(Path("x"))
+    assert stored.train.steps == 2
+    assert stored.model["d_model"] < long.model["d_model"]
+
+
+def test_minutes_without_effect_are_refused(clearhead: Clearhead, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(make_recipe("language", tmp_path).to_toml(), encoding="utf-8")
+    ran = clearhead("train", "mine.toml", "--minutes", "5", tiny=False)
+    assert ran.err == (
+        "clearhead: --minutes 5 has no effect: a recipe's file says its sizes and steps; leave it out, and set train.steps\n"
+    )
+    ran = clearhead("train", "--resume", "x", "--minutes", "5", tiny=False)
+    assert "got --minutes; leave that out" in ran.err
+
+
+@pytest.mark.slow
+def test_stopped_while_the_tokenizer_is_trained(tmp_path: Path) -> None:
+    """With many different words: counting and merging them takes long, and does not return to Python meanwhile."""
+    numbers = " ".join(f"{7919 * i % 9999991:x}{104729 * i % 999983:x}" for i in range(600_000))
+    write_lines(tmp_path / "long.txt", [numbers[at : at + 100] for at in range(0, len(numbers), 100)])
+    running = subprocess.Popen(
+        [
+            sys.executable,
+            "-u",
+            "-m",
+            "clearhead",
+            "train",
+            "language",
+            "long.txt",
+            "--out",
+            "x",
+            "--set",
+            "data.vocab_size=60000",
+        ],
+        cwd=tmp_path,
+        env=plain_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert running.stdout is not None
+    while not running.stdout.readline().startswith("training a bpe tokenizer"):
+        assert running.poll() is None
+    time.sleep(3)
+    began = time.monotonic()
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert time.monotonic() < began + 5
+    assert (running.returncode, err) == (130, "")
+    assert out.startswith(
+        "stopped before the first step; its recipe and finished parts of the data are kept. Go on with:\n"
+    )
+    assert "clearhead train --resume x\n" in out
 
 
 def test_a_mistake_before_the_first_step_leaves_nothing(clearhead: Clearhead, tmp_path: Path) -> None:

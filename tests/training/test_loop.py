@@ -10,9 +10,10 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from safetensors.torch import load_file
 
 import clearhead as ch
 from clearhead.errors import CheckpointError, ClearheadError, ConfigError
-from clearhead.training import train
+from clearhead.training import loop, train
 from clearhead.training.callbacks import Row
 from clearhead.training.interrupts import Interrupts
 from clearhead.training.loop import configure_torch
@@ -126,6 +127,65 @@ def send(number: int, times: int) -> type[Watching]:
     return Sending
 
 
+def test_evaluations_are_a_small_share_and_show_progress(tmp_path: Path) -> None:
+    """At most about a tenth of the time of the steps between, but one batch. The last one takes all rows."""
+    seen: dict[str, list[tuple[int, int]]] = {}
+
+    class Drawing(Watching):
+        def progress(self, title: str) -> Callable[[int, int], None]:
+            return lambda done, total: seen.setdefault(title, []).append((done, total))
+
+    changes: dict[str, Any] = dict(
+        evaluate_rows=-1, valid_share=0.6, batch_tokens=2 * 29, steps=20, checkpoint_every=20
+    )
+    train(make_recipe("language", tmp_path, **changes, evaluate_every=10), tmp_path / "x", show=Drawing())
+    done = seen["evaluating"]
+    ends = [total for at, total in done if at == total]
+    rows = 0.3 * 10 * 2  # a pass takes a third of a step's time
+    assert ends[0] == ends[1] <= rows < ends[2]
+    assert done[: ends[0] + 1] == [(i, ends[0]) for i in range(ends[0] + 1)]
+    seen.clear()
+    changes["evaluate_rows"] = 0
+    train(make_recipe("language", tmp_path, **changes, evaluate_every=10), tmp_path / "y", show=Drawing())
+    assert len({total for _, total in seen["evaluating"]}) == 1  # 0: all rows, always
+
+
+def test_python_shows_what_the_command_line_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe("language", tmp_path)
+    train(recipe, tmp_path / "silent")
+    assert capsys.readouterr().out == ""
+    train(recipe, tmp_path / "shown", show=True)
+    shown = capsys.readouterr().out
+    for words in (
+        "parameters",
+        "forecast",
+        "step 3: loss",
+        "step 3, held out: loss",
+        "result, on held-out data",
+        "report.html",
+    ):
+        assert words in shown
+
+    class ZMQInteractiveShell:  # what IPython has in a notebook's kernel
+        pass
+
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=ZMQInteractiveShell))
+    train(recipe, tmp_path / "notebook")
+    assert "result, on held-out data" in capsys.readouterr().out
+    train(recipe, tmp_path / "asked", show=False)
+    assert capsys.readouterr().out == ""
+
+
+def test_timing_a_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = make_recipe("language", tmp_path, accumulate=2)
+    train(recipe, tmp_path / "x")
+    monkeypatch.setattr(loop.Trainer, "time_step", lambda self, step: None)
+    train(recipe, tmp_path / "y")
+    assert weights(tmp_path / "x") == weights(tmp_path / "y")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_saves(number: int, tmp_path: Path) -> None:
     before = signal.getsignal(number)
@@ -142,6 +202,41 @@ def test_the_second_signal_ends_at_once(number: int, tmp_path: Path) -> None:
         train(make_recipe("language", tmp_path), tmp_path / "x", show=send(number, 2)())
     assert steps_kept(tmp_path / "x") == []
     assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_data_is_prepared_ends_at_once(number: int, tmp_path: Path) -> None:
+    class Sending(Watching):
+        def note(self, text: str) -> None:
+            super().note(text)
+            if "tokenizer" in text:
+                os.kill(os.getpid(), number)
+
+        def begin(self, summary: dict[str, str], step: int, steps: int) -> None:
+            pytest.fail("it went on")
+
+    before, recipe = signal.getsignal(number), make_recipe("language", tmp_path)
+    result = train(recipe, tmp_path / "x", show=Sending())
+    assert (result.is_complete, result.step, result.metrics) == (False, 0, {})
+    assert signal.getsignal(number) == before
+    train(recipe, tmp_path / "x", resume=True)
+    train(recipe, tmp_path / "y")
+    assert weights(tmp_path / "x") == weights(tmp_path / "y")
+
+
+def test_a_signal_during_the_last_evaluation_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is in the last checkpoint: nothing is lost, and the run can go on."""
+
+    def send(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("it went on")
+
+    recipe = make_recipe("language", tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "choose_weights", send)
+        result = train(recipe, tmp_path / "x")
+    assert (result.is_complete, result.step) == (False, recipe.train.steps)
+    assert train(recipe, tmp_path / "x", resume=True).is_complete
 
 
 def test_signals_elsewhere_than_in_the_main_thread_are_not_ours() -> None:

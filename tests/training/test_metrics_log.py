@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -165,3 +167,24 @@ def test_operations_of_a_step_do_not_depend_on_how_it_is_cut(
     whole = Meter(config, language(tmp_path), ALONE)
     meter = Meter(config, task, Processes(torch.device("cpu"), 0, world_size))
     assert meter.flops == pytest.approx(whole.flops, rel=1e-6)
+
+
+def test_a_full_disk_with_tensorboard_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of TensorBoard's thread comes to ours, and prints nothing by itself."""
+    record_writer = pytest.importorskip("tensorboard.summary.writer.record_writer")
+    printed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    log = MetricsLog(tmp_path, step=0, tensorboard=True)
+
+    def full(self: object, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(record_writer.RecordWriter, "write", full)
+
+    def write_many() -> None:
+        for step in range(1000):
+            log.write({"step": step, "kind": "train", "loss": 1.0})
+
+    with pytest.raises(OSError, match="No space left"):
+        write_many()
+    assert printed == []

@@ -138,6 +138,14 @@ def test_wrong_samples_are_marked_in_words(tmp_path: Path):
     assert ["differs" in "".join(row.itertext()) for row in rows] == [False, False, True]
 
 
+def test_a_language_models_own_continuation_is_not_wrong(tmp_path: Path):
+    folder = run_folder(tmp_path)
+    (folder / "recipe.toml").write_text('task = "language"\n', encoding="utf-8")
+    rows = tree(write_report(folder).read_text("utf-8")).findall("table")[0].findall("tr")
+    assert not any("differs" in "".join(row.itertext()) for row in rows)
+    assert "how the text goes on" in "".join(rows[0].itertext())
+
+
 NASTY = "<script>alert(1)</script> & \"quoted\" 'x' \x00\x1b\ud800 ]]> \u2028 </pre></svg>"
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from clearhead.training import metrics_log, run_summary
+from clearhead.training.evaluation import evaluation_steps
 from clearhead.training.metrics_log import Meter
 from clearhead.training.run_summary import format_seconds, summarise
 from training.tiny_tasks import ALONE, make, model_for, recipe_of, words, write
@@ -39,10 +40,31 @@ def test_a_summary(tmp_path: Path):
     assert f"{task.epoch(1234):.1f} epochs" in table["training"]
     assert table["checkpoints"] == "every 17 steps, 1.0 MB each"
     assert table["device"] == "cpu, float32 products at 1 GFLOP/s"
-    assert format_seconds(1234 * meter.flops / (run_summary.USUAL_UTILISATION * PEAK)) in table["forecast"]
+    usual = meter.flops / (run_summary.USUAL_UTILISATION * PEAK)
+    evaluations = format_seconds(usual * evaluation_steps(task))
+    assert table["forecast"].startswith(
+        f"about {format_seconds(usual * (1234 + evaluation_steps(task)))} at 30% of that, "
+    )
+    assert f"{evaluations} of it for evaluations; " in table["forecast"]
     assert "GB free" in table["forecast"]
     assert "held out" in table["text"]
     assert "warning" not in table
+
+
+def test_a_measured_step_is_the_forecast(tmp_path: Path):
+    """Evaluations are counted by their rows, and a resumed run forecasts what is left."""
+    task = language(tmp_path, steps=1000, evaluate_every=1, evaluate_rows=0)
+    model = model_for(task)
+    meter = Meter(model.config, task, ALONE)
+    table = summarise(task.recipe, task, model, meter, {}, measured=1.0)
+    held = sum(map(len, task.held_out()))
+    evaluations = 1001 * held / 7 / 3  # 7 rows a step; a pass without gradients takes a third of one with
+    assert table["forecast"].startswith(
+        f"about {format_seconds(1000 + evaluations)}, {format_seconds(evaluations)} of it"
+    )
+    assert "at 30%" not in table["forecast"]
+    half = summarise(task.recipe, task, model, meter, {}, measured=1.0, done=500)
+    assert half["forecast"].startswith(f"about {format_seconds(500 + evaluations / 2)}, ")
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,11 +60,30 @@ def test_a_damaged_checkpoint_is_passed_over(stopped: Path, tmp_path: Path) -> N
         ch.load(run)
 
 
-def test_lora_without_its_frozen_weights_is_no_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", ["language", "classify"])
+def test_a_stopped_lora_run_is_its_start_and_the_additions(task: str, tmp_path: Path) -> None:
+    """As a run that ends at this step writes it, bit for bit."""
+    base = train(make_recipe("mask" if task == "classify" else task, tmp_path), tmp_path / "base").folder
+    settings: dict[str, Any] = dict(start=base, lora_rank=2, lora_alpha=3.0, schedule="constant", keep="last", lr=0.1)
+    out = train(make_recipe(task, tmp_path, **settings), tmp_path / "run", show=Watching(4)).folder
+    with pytest.warns(UserWarning, match=NOT_FINISHED):
+        model = ch.load(out)
+    whole = ch.load(train(make_recipe(task, tmp_path, **settings, steps=4), tmp_path / "whole").folder)
+    assert model.config == whole.config
+    ours, theirs = model.state_dict(), whole.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    start = ch.load(base).state_dict()
+    assert any(not torch.equal(ours[name], start[name]) for name in ours if "attention" in name)
+
+
+def test_a_stopped_lora_run_whose_start_is_gone(tmp_path: Path) -> None:
     base = train(make_recipe("language", tmp_path), tmp_path / "base").folder
-    recipe = make_recipe("language", tmp_path, start=base, lora_rank=2)
-    out = train(recipe, tmp_path / "run", show=Watching(4)).folder
-    with pytest.raises(CheckpointError, match=r"LoRA's additions without the frozen weights.*--resume"):
+    out = train(make_recipe("language", tmp_path, start=base, lora_rank=2), tmp_path / "run", show=Watching(4)).folder
+    shutil.rmtree(base)
+    with pytest.raises(
+        CheckpointError, match=r"LoRA's additions, and the model they belong to can not be made .*base.*--resume"
+    ):
         ch.load(out)
 
 

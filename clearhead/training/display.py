@@ -1,26 +1,32 @@
-"""A training run in the terminal: a summary, a progress bar, a line for each evaluation, and the result."""
+"""A training run in a terminal or a notebook: a summary, a progress bar, a line for each evaluation, and the result."""
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from clearhead.cli.metric_format import spell_metrics
 from clearhead.training.callbacks import Callbacks, Row
-from clearhead.training.loop import Result
+from clearhead.training.metric_format import spell_metrics
+from clearhead.training.run_folder import read_run
+
+if TYPE_CHECKING:
+    from clearhead.training.loop import Result
 
 
 class Display(Callbacks):
     """Draws a progress bar on a terminal. Into a pipe it writes a line for each logged step."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+        self.console = console or Console(highlight=False, force_jupyter=False)  # a notebook gets lines, as a pipe does
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -83,22 +89,60 @@ class Display(Callbacks):
         if self.steps is not None:
             self.bars.update(self.steps, visible=False)
 
-    def finish(self, result: Result) -> None:
-        if self.steps is None:  # one of several processes, and not the one that prints
+    def report(self, result: Result) -> None:
+        """The result with its samples, or how to go on."""
+        if int(os.environ.get("RANK", "0")):  # one of several processes, and not the one that prints
             return
+        if result.is_complete:
+            self._finish(result)
+        else:
+            self._interrupted(result)
+
+    def _finish(self, result: Result) -> None:
         self.console.print()
         self.say(f"result, on held-out data: {spell_metrics(result.metrics)}", "bold green")
+        # A language model continues a text in its own way: the text itself is one of many that are right.
+        one_is_right = read_run(result.folder).task != "language"
         for sample in result.metrics.get("samples", [])[:5]:
-            mark = "" if sample["output"] == sample["wanted"] else f"   (wanted: {short(sample['wanted'])})"
+            differs = one_is_right and sample["output"] != sample["wanted"]
+            mark = f"   (wanted: {short(sample['wanted'])})" if differs else ""
             self.say(f"  {short(sample['input'])} -> {short(sample['output'])}{mark}")
         self.say(f"model   {result.folder}")
         self.say(f"report  {result.folder / 'report.html'}")
 
-    def interrupted(self, result: Result) -> None:
-        if self.steps is None:
-            return
-        self.say(f"stopped after step {result.step:,}; everything is saved. Go on with:", "bold")
+    def _interrupted(self, result: Result) -> None:
+        if result.step:
+            self.say(f"stopped after step {result.step:,}; everything is saved. Go on with:", "bold")
+        else:
+            kept = "its recipe and tokenizer" if (result.folder / "tokenizer_config.json").is_file() else "its recipe"
+            self.say(
+                f"stopped before the first step; {kept} and finished parts of the data are kept. Go on with:", "bold"
+            )
         self.say(f"  clearhead train --resume {result.folder}")
+
+
+def next_commands(result: Result) -> list[str]:
+    """What to do with a run's result: commands that can be copied."""
+    folder, recipe = shlex.quote(str(result.folder)), read_run(result.folder)
+    samples = result.metrics.get("samples") or [{"input": "some text"}]
+    text = shlex.quote(" ".join(samples[0]["input"].split()[:5]) or "some text")
+    match recipe.task:
+        case "language":
+            return [f"generate {folder} {text}", f"evaluate {folder} FILE", f"explore {folder} {text}"]
+        case "translate":
+            evaluate = f"evaluate {folder} --source FILE --target FILE"
+            return [f"translate {folder} FILE", evaluate, f"explore {folder} {text}"]
+        case "mask":
+            return [f"train classify TABLE --from {folder}", f"evaluate {folder} FILE", f"explore {folder} {text}"]
+        case _:
+            what = "PICTURE" if recipe.model.get("inputs") == "patches" else text
+            return [f"classify {folder} FILE", f"evaluate {folder} FILE", f"explore {folder} {what}"]
+
+
+def in_notebook() -> bool:
+    """Whether this runs in a Jupyter kernel."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return type(shell).__name__ == "ZMQInteractiveShell"
 
 
 def short(text: str, width: int = 60) -> str:
