@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -112,7 +112,7 @@ def load_proteins(model: str, fasta: str, device: str) -> tuple[Encoder, Tokeniz
 
 
 @contextmanager
-def table(file: Path | None, *columns: str) -> Iterator[Any]:
+def table(file: Path | None, *columns: str) -> Generator[Any]:
     """A csv writer to a file, or to standard output, after its header."""
     stream: TextIO = sys.stdout if file is None else file.open("w", encoding="utf-8", newline="")
     try:

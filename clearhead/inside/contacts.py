@@ -142,7 +142,7 @@ class _Sums:
 
 def _adder(sums: Sequence[_Sums], layer: int) -> Callable[..., None]:
     def hook(attention: Attend, inputs: tuple[Any, ...], _: Tensor) -> None:
-        q, k, *_ = lay_out(inputs)
+        q, k = lay_out(inputs)[:2]
         start = 0
         for one in sums:
             here = slice(start, start + one.length)

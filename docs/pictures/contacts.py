@@ -1,10 +1,11 @@
 """Draws the picture of docs/proteins.md: contacts that were put into made-up chains, found again by a small ESM-2.
 
-python docs/pictures/contacts.py runs/hairpins            # trains for some minutes, saves the model there, and draws
+python docs/pictures/contacts.py runs/sheets              # trains for a minute or two, saves the model there, and draws
 
-A chain is a hairpin: residue i touches residue n - 1 - i, and is its partner's partner in a fixed table of pairs; the loop in the
-middle is free. The model, of 3 layers, is trained to guess masked residues; it is never told of contacts. Its contact head is then
-fitted on 16 chains, as ESM-2's was on 20 proteins, and the picture is of a chain that neither has seen.
+A chain is a sheet of three strands side by side: each residue of a strand touches its partner in the next, which a fixed table
+gives; the loops between them, of glycine, proline, serine and asparagine, touch nothing. The model, of 2 layers, is trained to guess
+masked residues; it is never told of contacts. Its contact head is then fitted on 16 chains, as ESM-2's was on 20 proteins, and the
+picture is of a chain that neither has seen.
 """
 
 from __future__ import annotations
@@ -24,23 +25,29 @@ from clearhead.inside.plots import plot_contacts
 HERE = Path(__file__).parent
 CLS, EOS, MASK, FIRST = 0, 2, 32, 4  # ids; the residues are 4 to 23 in ESM's order
 ORDER = "LAGVSERTIDPKQNFYMHWC"
-LOOP = 4  # residues in the middle that touch nothing
-LENGTHS = range(20, 31, 2)
+LOOPS = [ORDER.index(letter) for letter in "GPSN"]
+REST = [each for each in range(20) if each not in LOOPS]
+STRANDS, STRAND, LOOP = 3, 10, 4
+LENGTH = STRANDS * STRAND + (STRANDS - 1) * LOOP
 
 
-def chain(length: int, generator: torch.Generator) -> list[int]:
-    """Random residues; the second half mirrors the first through a table: residue r touches 19 - r."""
-    half = torch.randint(20, ((length - LOOP) // 2,), generator=generator).tolist()
-    loop = torch.randint(20, (LOOP,), generator=generator).tolist()
-    residues = [*half, *loop, *(19 - r for r in reversed(half))]
-    return [CLS, *(FIRST + r for r in residues), EOS]
+def chain(generator: torch.Generator) -> list[int]:
+    """Random strand and loops; in each next strand, residue r of the one before it is followed by its partner, 15 - r."""
+    strand = torch.randint(len(REST), (STRAND,), generator=generator).tolist()
+    residues: list[int] = []
+    for number in range(STRANDS):
+        if number:
+            residues += [LOOPS[each] for each in torch.randint(4, (LOOP,), generator=generator).tolist()]
+            strand = [15 - each for each in strand]
+        residues += [REST[each] for each in strand]
+    return [CLS, *(FIRST + each for each in residues), EOS]
 
 
-def touches(length: int) -> Tensor:
-    """True for the pairs that touch."""
-    at = torch.arange(length)
-    pairs = at[:, None] + at == length - 1
-    return pairs & ((at[:, None] - at).abs() > LOOP)
+def touches() -> Tensor:
+    """True for the pairs that touch: a residue of a strand, and the one as far along in the next."""
+    at = torch.arange(LENGTH)
+    in_strand = at % (STRAND + LOOP) < STRAND
+    return ((at[:, None] - at).abs() == STRAND + LOOP) & in_strand[:, None]
 
 
 def train(model: ch.Encoder, steps: int, generator: torch.Generator) -> None:
@@ -48,8 +55,7 @@ def train(model: ch.Encoder, steps: int, generator: torch.Generator) -> None:
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = 2e-3 * min(1, (step + 1) / 100, (steps - step) / (steps / 3))
-        length = LENGTHS[int(torch.randint(len(LENGTHS), (), generator=generator))]
-        rows = torch.tensor([chain(length, generator) for _ in range(64)])
+        rows = torch.tensor([chain(generator) for _ in range(64)])
         chosen = torch.rand(rows.shape, generator=generator) < 0.15
         chosen &= (rows != CLS) & (rows != EOS)
         logits = model(rows.masked_fill(chosen, MASK))
@@ -76,10 +82,10 @@ def fit(model: ch.Encoder, generator: torch.Generator) -> None:
     """A logistic regression with a small L1 penalty, as for ESM-2, on 16 chains; at least 6 residues apart."""
     inputs: list[Tensor] = []
     targets: list[Tensor] = []
-    for length in [*LENGTHS] * 3:
-        i, j = torch.triu_indices(length, length, 6)
-        inputs.append(features(model, chain(length, generator))[:, i, j].T)
-        targets.append(touches(length)[i, j].float())
+    i, j = torch.triu_indices(LENGTH, LENGTH, 6)
+    for _ in range(16):
+        inputs.append(features(model, chain(generator))[:, i, j].T)
+        targets.append(touches()[i, j].float())
     x, y = torch.cat(inputs), torch.cat(targets)
     weight, bias = torch.zeros(x.shape[1], requires_grad=True), torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.LBFGS([weight, bias], max_iter=300, line_search_fn="strong_wolfe")
@@ -95,10 +101,10 @@ def fit(model: ch.Encoder, generator: torch.Generator) -> None:
     model.extras = {f"{head}.weight": weight.detach()[None], f"{head}.bias": bias.detach()}
 
 
-def main(folder: str, steps: int = 3000) -> None:
+def main(folder: str, steps: int = 800) -> None:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
-    sizes = dict(n_layers=3, d_model=96, n_heads=6, d_ff=384, max_len=64)
+    sizes = dict(n_layers=2, d_model=64, n_heads=4, d_ff=256, max_len=64)
     model = ch.build(ch.preset("esm2-8m", **sizes, head="tokens", head_transform=True, head_bias="learned"))
     assert isinstance(model, ch.Encoder)
     train(model, steps, generator)
@@ -107,15 +113,15 @@ def main(folder: str, steps: int = 3000) -> None:
     ch.save(model, folder, format="hf")
     special = ["<cls>", "<pad>", "<eos>", "<unk>"]
     (Path(folder) / "vocab.txt").write_text("\n".join([*special, *ORDER, *"XBUZO.-", "<null_1>", "<mask>"]))
-    row = chain(30, generator)
+    row = chain(generator)
     residues = "".join(ORDER[id - FIRST] for id in row[1:-1])
     assert set(residues) <= set(AMINO_ACIDS)
     (contacts,) = contact_maps(model, [row])
-    wanted = touches(len(residues))
+    wanted = touches()
     best = contacts.triu(6).flatten().topk(int(wanted.triu(6).sum())).indices
     found = wanted.flatten()[best].float().mean()
-    print(f">hairpin\n{residues}\nof the {len(best)} likeliest pairs, {float(found):.0%} touch")
-    title = "Contacts of a made-up hairpin"
+    print(f">sheet\n{residues}\nof the {len(best)} likeliest pairs, {float(found):.0%} touch")
+    title = "Contacts of a made-up sheet"
     plot_contacts(contacts, residues, title=title).savefig(HERE / "contacts.png", metadata={"Software": None})
 
 
