@@ -2,10 +2,10 @@
 
 python docs/pictures/contacts.py runs/sheets              # trains for a minute or two, saves the model there, and draws
 
-A chain is a sheet of three strands side by side: each residue of a strand touches its partner in the next, which a fixed table
-gives; the loops between them, of glycine, proline, serine and asparagine, touch nothing. The model, of 2 layers, is trained to guess
-masked residues; it is never told of contacts. Its contact head is then fitted on 16 chains, as ESM-2's was on 20 proteins, and the
-picture is of a chain that neither has seen.
+A chain is two pairs of strands side by side: each residue of a strand touches its partner in the other, which a fixed table gives;
+the loops between them, of glycine, proline, serine and asparagine, touch nothing. The model, of 2 layers, is trained to guess masked
+residues; it is never told of contacts. Its contact head is then fitted on 16 chains, as ESM-2's was on 20 proteins, and the picture
+is of a chain that neither has seen.
 """
 
 from __future__ import annotations
@@ -27,27 +27,29 @@ CLS, EOS, MASK, FIRST = 0, 2, 32, 4  # ids; the residues are 4 to 23 in ESM's or
 ORDER = "LAGVSERTIDPKQNFYMHWC"
 LOOPS = [ORDER.index(letter) for letter in "GPSN"]
 REST = [each for each in range(20) if each not in LOOPS]
-STRANDS, STRAND, LOOP = 3, 10, 4
+STRANDS, STRAND, LOOP = 4, 8, 4
 LENGTH = STRANDS * STRAND + (STRANDS - 1) * LOOP
 
 
 def chain(generator: torch.Generator) -> list[int]:
-    """Random strand and loops; in each next strand, residue r of the one before it is followed by its partner, 15 - r."""
-    strand = torch.randint(len(REST), (STRAND,), generator=generator).tolist()
-    residues: list[int] = []
+    """Strands and loops of random residues; but every second strand has the partner 15 - r of each residue r of the one before."""
+    strand, residues = list[int](), list[int]()
     for number in range(STRANDS):
         if number:
             residues += [LOOPS[each] for each in torch.randint(4, (LOOP,), generator=generator).tolist()]
-            strand = [15 - each for each in strand]
+        is_second = number % 2 == 1
+        drawn = torch.randint(len(REST), (STRAND,), generator=generator).tolist()
+        strand = [15 - each for each in strand] if is_second else drawn
         residues += [REST[each] for each in strand]
     return [CLS, *(FIRST + each for each in residues), EOS]
 
 
 def touches() -> Tensor:
-    """True for the pairs that touch: a residue of a strand, and the one as far along in the next."""
+    """True for the pairs that touch: a residue of a strand, and the one as far along in the other strand of its pair."""
     at = torch.arange(LENGTH)
-    in_strand = at % (STRAND + LOOP) < STRAND
-    return ((at[:, None] - at).abs() == STRAND + LOOP) & in_strand[:, None]
+    strand, along = at // (STRAND + LOOP), at % (STRAND + LOOP)
+    is_pair = (strand[:, None] // 2 == strand // 2) & (strand[:, None] != strand)
+    return is_pair & (along[:, None] == along) & (along < STRAND)
 
 
 def train(model: ch.Encoder, steps: int, generator: torch.Generator) -> None:
@@ -121,7 +123,7 @@ def main(folder: str, steps: int = 800) -> None:
     best = contacts.triu(6).flatten().topk(int(wanted.triu(6).sum())).indices
     found = wanted.flatten()[best].float().mean()
     print(f">sheet\n{residues}\nof the {len(best)} likeliest pairs, {float(found):.0%} touch")
-    title = "Contacts of a made-up sheet"
+    title = "Contacts of a made-up chain of two pairs of strands"
     plot_contacts(contacts, residues, title=title).savefig(HERE / "contacts.png", metadata={"Software": None})
 
 
