@@ -47,7 +47,7 @@ def plot_contacts(contacts: Float[Tensor, "L L"], residues: str, *, title: str =
     _check_names(residues, L, "residues", "rows")
     step = math.ceil(L / MAX_CELLS)
     names = [f"{letter}{at}" for at, letter in enumerate(residues, 1)][::step]
-    note = "Probabilities by the contact head: within 8 Å, it says, not measured."
+    note = "Probabilities by the model's contact head; nothing here was measured."
     return Grid(
         max_pool(contacts.detach().float().cpu(), step, step),
         *(names, names),
