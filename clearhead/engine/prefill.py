@@ -174,6 +174,7 @@ def stack_inputs(sequences: abc.Sequence[Sequence], R: int, T: int, S: int, bloc
     starts = np.cumsum([0, *widths]).tolist()
     for row, s in zip(inputs, sequences, strict=False):
         source = s.ticket.request.source
+        assert not isinstance(source, Memory)  # computed in chunks
         parts = (s.prompt, s.blocks, [len(s.prompt)], source, s.source_blocks, [s.n_source])
         for start, numbers in zip(starts, parts, strict=False):
             if numbers is not None and len(numbers):
