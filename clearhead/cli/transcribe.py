@@ -63,7 +63,7 @@ def run(
     config = whisper.config
     scribe = Scribe(whisper, find_tokenizer(tokenizer or path, config.vocab_size), language, task)
     if words:
-        say_heads(whisper)
+        say_heads(whisper, path)
     options = Options(beams=beams, words=words, prompt=prompt, condition=condition)
     engine = Engine(whisper, max_tokens=max_tokens(config, options), max_rows=max(beams, options.best_of))
     found = run_local(engine, transcribe(scribe, sound, options))
@@ -77,10 +77,13 @@ def run(
         out.write_text(text + "\n", encoding="utf-8")
 
 
-def say_heads(model: EncoderDecoder) -> None:
+def say_heads(model: EncoderDecoder, path: Path) -> None:
+    """Say by which heads words are timed, and who named them. OpenAI's .pt names none: there they go by its sizes."""
     from clearhead.generation.word_times import alignment_heads
 
-    origin = "the checkpoint's" if model.generation.alignment_heads else "it names none: the later half of the layers"
+    origin = "none are named: all of the later half of the layers"
+    if model.generation.alignment_heads:
+        origin = "OpenAI's for a model of these sizes" if path.suffix == ".pt" else "as the checkpoint names them"
     heads = " ".join(f"{layer}.{head}" for layer, own in alignment_heads(model).items() for head in own)
     print(f"clearhead: words are timed by heads (layer.head) {heads} ({origin})", file=sys.stderr)
 

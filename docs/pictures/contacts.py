@@ -4,8 +4,8 @@ python docs/pictures/contacts.py runs/sheets              # trains for a minute 
 
 A chain is two pairs of strands side by side: each residue of a strand touches its partner in the other, by a fixed table of pairs;
 the loops between them, of glycine, proline, serine and asparagine, touch nothing. The model, of 2 layers, is trained to guess
-masked residues; it is never told of contacts. Its contact head is then fitted on 16 chains, as ESM-2's was on 20 proteins, and the picture
-is of a chain that neither has seen.
+masked residues; it is never told of contacts. Its contact head is then fitted on 16 chains, as ESM-2's was on 20 proteins, and
+the picture is of a chain that neither has seen.
 """
 
 from __future__ import annotations

@@ -280,6 +280,7 @@ def sound_file(folder: Path, seconds: float = 0.6) -> tuple[Path, torch.Tensor]:
     return folder / "x.wav", sound
 
 
+@pytest.mark.slow  # every temperature is tried
 def test_transcribe(whisper: Path, tmp_path: Path) -> None:
     """Every format has the same text, and times that never run backwards."""
     file, _ = sound_file(tmp_path, 0.1)
