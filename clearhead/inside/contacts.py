@@ -21,8 +21,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from clearhead.errors import InputError
-from clearhead.inside.probe import ALL, AttentionInputs, lay_out
 from clearhead.inside.evaluation_mode import eval_mode
+from clearhead.inside.probe import ALL, AttentionInputs, lay_out
 from clearhead.inside.sites import blocks_of, uncompiled
 from clearhead.layers.attention import Attend
 from clearhead.layers.masks import Mask
