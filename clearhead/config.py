@@ -377,6 +377,9 @@ class Generation:
     )
     suppress: tuple[int, ...] = ()  # never written
     begin_suppress: tuple[int, ...] = ()  # never written first
+    alignment_heads: tuple[
+        tuple[int, int], ...
+    ] = ()  # (layer, head) of cross-attention that shows when a word is said (Whisper)
 
     def __repr__(self) -> str:
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}

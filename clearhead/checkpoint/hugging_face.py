@@ -105,5 +105,6 @@ def _write_generation(generation: Generation) -> dict[str, Any]:
         "max_length": generation.max_length,
         "suppress_tokens": list(generation.suppress) or None,
         "begin_suppress_tokens": list(generation.begin_suppress) or None,
+        "alignment_heads": [list(pair) for pair in generation.alignment_heads] or None,
     }
     return {name: value for name, value in values.items() if value is not None}

@@ -181,7 +181,7 @@ def _ours(saved: Mapping[str, Any], weights: Weights) -> Checkpoint:
     try:
         config = Config.from_dict(saved["model"])
         saved_generation: Mapping[str, Any] = saved.get("generation") or {}
-        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved_generation.items()}
+        fields: dict[str, Any] = {k: _as_tuple(v) for k, v in saved_generation.items()}
         generation = Generation(**fields)
     except (ConfigError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
@@ -192,6 +192,11 @@ def _ours(saved: Mapping[str, Any], weights: Weights) -> Checkpoint:
     matches = [Match(name, (name,)) for name in keys]
     extras = tuple(key for key in keys if key.startswith("extras."))
     return Checkpoint(config, weights, matches, keys, generation, extras=extras)
+
+
+def _as_tuple(value: Any) -> Any:
+    """JSON's lists as tuples, also those inside."""
+    return tuple(_as_tuple(each) for each in value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType]
 
 
 def _hugging_face(path: Path, theirs: Mapping[str, Any], weights: Weights) -> Checkpoint:
@@ -281,6 +286,7 @@ def read_generation(config: Mapping[str, Any], generation: Mapping[str, Any]) ->
         max_length=whole("max_length"),
         suppress=(*several("suppress_tokens"), *_read_bad_words(get("bad_words_ids"))),
         begin_suppress=several("begin_suppress_tokens"),
+        alignment_heads=_read_heads(get("alignment_heads")),
     )
 
 
@@ -294,6 +300,12 @@ def _read_forced(pairs: Any) -> tuple[int | None, ...]:
     while first in places:
         first += 1
     return tuple(places[place] for place in range(1, first))
+
+
+def _read_heads(pairs: Any) -> tuple[tuple[int, int], ...]:
+    """Whisper's [[layer, head], ...]."""
+    listed: list[Any] = pairs if isinstance(pairs, list) else []
+    return tuple((pair[0], pair[1]) for pair in listed if isinstance(pair, list) and [*map(type, pair)] == [int, int])  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _read_bad_words(words: Any) -> tuple[int, ...]:

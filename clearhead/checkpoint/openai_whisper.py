@@ -11,7 +11,7 @@ from torch import Tensor
 from clearhead.checkpoint.checkpoint import Checkpoint, make_config
 from clearhead.checkpoint.tensor_names import expand
 from clearhead.checkpoint.weight_files import MemoryWeights, load_torch_file
-from clearhead.config import Generation
+from clearhead.config import Config, Generation
 from clearhead.errors import CheckpointError
 from clearhead.families import whisper
 from clearhead.families.config_translation import NameRow, both, same, take
@@ -64,6 +64,35 @@ MULTILINGUAL_SIGNS = SIGNS + (
 )
 FIRST_MULTILINGUAL = 51_865  # the smallest vocabulary with languages other than English
 
+# The heads of cross-attention that show when a word is said, layer.head, by layers of the decoder, width and vocabulary. OpenAI's
+# files do not name them; its code does, for the models that it published. large-v1 and large-v2 have equal sizes and unlike heads.
+ALIGNMENT_HEADS: dict[tuple[int, int, int], str] = {
+    # tiny.en
+    (4, 384, 51_864): "1.0 2.0 2.5 3.0 3.1 3.2 3.3 3.4",
+    # tiny
+    (4, 384, 51_865): "2.2 3.0 3.2 3.3 3.4 3.5",
+    # base.en
+    (6, 512, 51_864): "3.3 4.7 5.1 5.5 5.7",
+    # base
+    (6, 512, 51_865): "3.1 4.2 4.3 4.7 5.1 5.2 5.4 5.6",
+    # small.en
+    (12, 768, 51_864): "6.6 7.0 7.3 7.8 8.2 8.5 8.7 9.0 9.4 9.8 9.10 10.0 10.1 10.2 10.3 10.6 10.11 11.2 11.4",
+    # small
+    (12, 768, 51_865): "5.3 5.9 8.0 8.4 8.7 8.8 9.0 9.7 9.9 10.5",
+    # medium.en
+    (
+        24,
+        1024,
+        51_864,
+    ): "11.4 14.1 14.12 14.14 15.4 16.0 16.4 16.9 17.12 17.14 18.7 18.10 18.15 20.0 20.3 20.9 20.14 21.12",
+    # medium
+    (24, 1024, 51_865): "13.15 15.4 15.15 16.1 20.0 23.4",
+    # large-v3
+    (32, 1280, 51_866): "7.0 10.17 12.18 13.12 16.1 17.14 19.11 21.4 24.1 25.6",
+    # turbo
+    (4, 1280, 51_866): "2.4 2.11 3.3 3.6 3.11 3.14",
+}
+
 
 def open_checkpoint(path: Path) -> Checkpoint:
     content = load_torch_file(path)
@@ -78,7 +107,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     weights = MemoryWeights(state)
     config = make_config(path, {"family": "whisper", **whisper.BASE, **_read(dims)}, weights)
     keys = {name: name for name in state}
-    return Checkpoint(config, weights, expand(NAMES, config), keys, _generation(config.vocab_size))
+    return Checkpoint(config, weights, expand(NAMES, config), keys, _generation(config))
 
 
 def _read(dims: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,8 +123,10 @@ def _read(dims: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def _generation(vocab_size: int) -> Generation:
+def _generation(config: Config) -> Generation:
     """The special tokens. They are counted from the end of the vocabulary, which is 1,501 timestamps."""
+    vocab_size = config.vocab_size
+    heads = ALIGNMENT_HEADS.get((config.n_decoder_layers, config.d_model, vocab_size), "")
     multilingual = vocab_size >= FIRST_MULTILINGUAL
     end = 50_257 if multilingual else 50_256
     start, no_timestamps = end + 1, vocab_size - 1502
@@ -111,4 +142,7 @@ def _generation(vocab_size: int) -> Generation:
         forced_start=(None, transcribe, no_timestamps) if multilingual else (no_timestamps,),
         suppress=(*map(int, signs.split()), start, translate, transcribe, start_of_lm, previous, no_speech),
         begin_suppress=(220, end),  # a space; an empty text
+        alignment_heads=tuple(
+            (int(layer), int(head)) for layer, _, head in (each.partition(".") for each in heads.split())
+        ),
     )

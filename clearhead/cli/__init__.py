@@ -14,6 +14,7 @@ import typer
 
 from clearhead.cli import (
     classify,
+    contacts,
     cost,
     demo,
     doctor,
@@ -27,6 +28,7 @@ from clearhead.cli import (
     train,
     transcribe,
     translate,
+    variants,
 )
 from clearhead.cli.examples import help_of
 from clearhead.cli.option_names import spell_options
@@ -50,6 +52,8 @@ COMMANDS = (
     embed,
     classify,
     transcribe,
+    contacts,
+    variants,
     cost,
     draw,
     explore,

@@ -25,7 +25,12 @@ EXAMPLES = {
     ),
     "embed": ("clearhead embed MODEL sentences.txt --out vectors.npy",),
     "classify": ("clearhead classify MODEL reviews.txt --top 3", "clearhead classify MODEL reviews.txt --json"),
-    "transcribe": ("clearhead transcribe MODEL speech.flac --language de",),
+    "transcribe": (
+        "clearhead transcribe MODEL speech.flac --language de",
+        "clearhead transcribe MODEL speech.flac --format json --words",
+    ),
+    "contacts": ("clearhead contacts MODEL proteins.fasta -o map.png -o map.csv",),
+    "variants": ("clearhead variants MODEL proteins.fasta", "clearhead variants MODEL protein.fasta -m A23V"),
     "cost": (
         "clearhead cost gpt3-175b --length 2048",
         "clearhead cost gpt2 --measure --json",

@@ -11,8 +11,9 @@ sentencepiece.py       SentencePiece models, and Marian's pair of them
 gguf_tokenizer.py      the tokenizer inside a .gguf file
 tokenizer_parts.py     functions that these readers share
 
-Sound and images:
+Sound, proteins and images:
 audio.py               sound files, and Whisper's log-mel spectrogram
+fasta.py               proteins in FASTA files
 images.py              image files, preprocessed for Vision Transformers
 
 From files to batches, in this order:

@@ -18,6 +18,7 @@ RATE = 16_000
 SECONDS = 30  # the length of Whisper's input
 N_FFT, HOP = 400, 160  # 25 ms every 10 ms
 BLOCK = 2**18  # samples read at once
+FRAMES = 2**13  # of a spectrogram computed at once
 WEIGHTS = 2**22  # of the resampling filter, computed at once
 UNKNOWN = 2**60  # libsndfile's number of samples, 2**63 - 1, where a header does not say it
 RATES = (4_000, 192_000)  # of a file: from telephones to studios
@@ -123,10 +124,30 @@ def log_mel(sound: Float[Tensor, " n"], n_mels: int = 80, seconds: float = SECON
     """
     length = round(seconds * RATE)
     sound = F.pad(sound[:length].float(), (0, max(0, length - len(sound))))
+    sound = F.pad(sound[None], (N_FFT // 2, N_FFT // 2), mode="reflect")[0]
+    return _scale(_log_energies(sound, n_mels)[:, :-1])
+
+
+def log_mel_of_all(sound: Float[Tensor, " n"], n_mels: int = 80) -> Float[Tensor, "m frames"]:
+    """The same for a sound of any length: n // HOP frames, on one scale by the loudest of all. Silence follows its last sample."""
+    n_frames = len(sound) // HOP
+    start = sound[1 : N_FFT // 2 + 1].flip(0)  # mirrored, as in a window
+    sound = torch.cat([F.pad(start, (N_FFT // 2 - len(start), 0)), sound, sound.new_zeros(N_FFT)]).float()
+    parts = [
+        _log_energies(sound[first * HOP : (min(first + FRAMES, n_frames) - 1) * HOP + N_FFT], n_mels)
+        for first in range(0, n_frames, FRAMES)
+    ]
+    return _scale(torch.cat(parts, 1)) if parts else torch.zeros(n_mels, 0)
+
+
+def _log_energies(sound: Float[Tensor, " n"], n_mels: int) -> Float[Tensor, "m frames"]:
+    """The logarithm of the energy in each band, every HOP samples, of N_FFT samples each."""
     window = torch.hann_window(N_FFT, device=sound.device)
-    spectrum = torch.stft(sound, N_FFT, HOP, window=window, return_complex=True)[:, :-1].abs() ** 2
-    mels = mel_filters(n_mels).to(sound.device) @ spectrum
-    logs = mels.clamp(min=1e-10).log10()
+    spectrum = torch.stft(sound, N_FFT, HOP, window=window, center=False, return_complex=True).abs() ** 2
+    return (mel_filters(n_mels).to(sound.device) @ spectrum).clamp(min=1e-10).log10()
+
+
+def _scale(logs: Float[Tensor, "m frames"]) -> Float[Tensor, "m frames"]:
     return (torch.maximum(logs, logs.max() - 8.0) + 4.0) / 4.0
 
 

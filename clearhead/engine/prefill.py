@@ -19,6 +19,7 @@ from torch import Tensor
 from clearhead.engine import gpu_step
 from clearhead.engine.cuda_graphs import CudaGraphs, round_up
 from clearhead.engine.kv_cache import BlockTable, PagedCache, Pool
+from clearhead.engine.request import Memory
 from clearhead.engine.sequence import Sequence
 from clearhead.engine.transfer import to_device
 from clearhead.layers.masks import Mask
@@ -55,7 +56,10 @@ class Prefill:
 
     def run(self, model: Writer, sequences: abc.Sequence[Sequence], T: int) -> Float[Tensor, "B V"]:
         """Compute the next T tokens of each prompt, or what is left of it; returns the logits after the last of them."""
-        if any(s.n_prefilled or s.n_to_prefill > T or isinstance(s.ticket.request.source, Tensor) for s in sequences):
+        if any(
+            s.n_prefilled or s.n_to_prefill > T or isinstance(s.ticket.request.source, Tensor | Memory)
+            for s in sequences
+        ):
             return self._run_chunks(model, sequences, T)
         longest, S = max(s.n_to_prefill for s in sequences), max(s.n_source for s in sequences)
         if self.graphs is not None and not self.graphs.is_hooked:
@@ -136,15 +140,20 @@ class Prefill:
     def _encode(self, model: EncoderDecoder, sequences: abc.Sequence[Sequence]) -> tuple[Float[Tensor, "B S D"], Mask]:
         """The encoder's output for their sources, and its mask."""
         sound: list[Tensor] = []
+        read: list[Tensor] = []
         texts: list[list[int]] = []
         for sequence in sequences:
             source = sequence.ticket.request.source
             if isinstance(source, Tensor):
                 sound.append(source)
+            elif isinstance(source, Memory):
+                read.append(source.states)
             elif source is not None:
                 texts.append(list(source))
         if sound:
             return model.encode(torch.stack(sound).to(self.device, self.dtype)), source_mask(None)
+        if read:
+            return torch.stack(read).to(self.device, self.dtype), source_mask(None)
         source, real = self._pad(texts)
         return model.encode(source, real), source_mask(real)
 
@@ -165,6 +174,7 @@ def stack_inputs(sequences: abc.Sequence[Sequence], R: int, T: int, S: int, bloc
     starts = np.cumsum([0, *widths]).tolist()
     for row, s in zip(inputs, sequences, strict=False):
         source = s.ticket.request.source
+        assert not isinstance(source, Memory)  # computed in chunks
         parts = (s.prompt, s.blocks, [len(s.prompt)], source, s.source_blocks, [s.n_source])
         for start, numbers in zip(starts, parts, strict=False):
             if numbers is not None and len(numbers):

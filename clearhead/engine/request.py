@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from clearhead.errors import InputError
@@ -18,7 +19,15 @@ from clearhead.sampling.logits_processors import LogitsProcessor
 from clearhead.sampling.strategy import Strategy
 from clearhead.sampling.token_ids import check_rows
 
-Source = Sequence[int] | Tensor
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """A source that was encoded before, by `model.encode`: several requests may read it."""
+
+    states: Float[Tensor, "S D"]
+
+
+Source = Sequence[int] | Tensor | Memory
 Reason = Literal["end", "stop", "length", "cancelled", "failed"]
 
 
@@ -26,10 +35,10 @@ Reason = Literal["end", "stop", "length", "cancelled", "failed"]
 class Request:
     """One text to generate.
 
-    A decoder continues `prompt`. An encoder-decoder reads `source` (ids, or mel frames), and its text starts with `prompt`, or
-    without one with its start token. `eos`: None is the checkpoint's own, () none. `stop` are id sequences that end a text.
-    With `beams` above 1 a beam search looks for the likeliest text, and returns its `n_best`. `grammar` is what the text must
-    match. `scored` keeps the tokens' log-probabilities; `alternatives`, at each step, so many likeliest tokens with theirs.
+    A decoder continues `prompt`. An encoder-decoder reads `source` (ids, mel frames, or a `Memory` of them), and its text starts
+    with `prompt`, or without one with its start token. `eos`: None is the checkpoint's own, () none. `stop` are id sequences that
+    end a text. With `beams` above 1 a beam search looks for the likeliest text, and returns its `n_best`. `grammar` is what the
+    text must match. `scored` keeps the tokens' log-probabilities; `alternatives`, at each step, so many likeliest ones with theirs.
     `trace` keeps each step of a beam search. `name` is the caller's, and must be unique among requests that are not done.
     `processor` is the strategy, prepared beforehand (`Engine.processors.get`, in any thread): thousands of biases take a while.
     Clients, by any name, take turns when requests wait; those without one are all of one client, which may use all of the engine.
@@ -193,6 +202,12 @@ def _check_source(source: Source | None, model: EncoderDecoder) -> None:
     config = model.config
     if source is None:
         raise InputError("an encoder-decoder reads a source; got none; pass source=...")
+    if isinstance(source, Memory):
+        if source.states.ndim != 2 or source.states.shape[1] != config.d_model or not len(source.states):
+            raise InputError(
+                f"a Memory holds states of shape (tokens, {config.d_model}); got {tuple(source.states.shape)}; use encode"
+            )
+        return
     if config.inputs == "frames":
         if not isinstance(source, Tensor) or source.ndim != 2 or source.shape[0] != config.n_mels:
             got = tuple(source.shape) if isinstance(source, Tensor) else type(source).__name__
@@ -217,6 +232,8 @@ def source_length(source: Source | None) -> int:
     """How many positions a source takes in the KV cache."""
     if source is None:
         return 0
+    if isinstance(source, Memory):
+        return len(source.states)
     # The encoder's second convolution halves the frames of sound.
     return (source.shape[-1] + 1) // 2 if isinstance(source, torch.Tensor) else len(source)
 

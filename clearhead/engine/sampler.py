@@ -97,6 +97,7 @@ def sample_tokens(group: SamplingGroup, logits: Float[Tensor, "n V"], runner: Mo
             processed = processed.masked_fill(~allowed, -math.inf)
         tokens = runner.tokens[group.rows] = processor.strategy.choose(processed, group.seeds, steps)
         failed = ~(processed > -math.inf).any(-1)
+        logits = processed if processor.strategy.timestamps else logits  # what its scores are of
     outputs: list[Tensor] = [tokens if failed is None else tokens.masked_fill(failed, NO_TOKEN)]
     if group.scored or group.alternatives:
         log_probs = upcast(logits).log_softmax(-1)

@@ -17,7 +17,7 @@ from torch import Tensor
 from clearhead.engine.allocator import BlockAllocator
 from clearhead.engine.beams import search_params
 from clearhead.engine.fair_queue import FairQueue
-from clearhead.engine.request import Reason, Request, Ticket, source_length
+from clearhead.engine.request import Memory, Reason, Request, Ticket, source_length
 from clearhead.engine.runner import ModelRunner
 from clearhead.engine.sequence import Sequence
 from clearhead.sampling.logits_processors import LogitsProcessor
@@ -237,7 +237,9 @@ def _prefill_length(sequence: Sequence) -> int:
     return max(sequence.n_to_prefill, sequence.n_source)
 
 
-def _frames(sequence: Sequence) -> tuple[int, ...]:
-    """The shape of a source that is sound: only equal ones are computed together."""
+def _frames(sequence: Sequence) -> tuple[int | str, ...]:
+    """The shape of a source that is sound, or a memory: only equal ones are computed together."""
     source = sequence.ticket.request.source
+    if isinstance(source, Memory):
+        return ("memory", *source.states.shape)
     return tuple(source.shape) if isinstance(source, Tensor) else ()

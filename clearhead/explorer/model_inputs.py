@@ -23,7 +23,7 @@ from clearhead.data.images import ImagePreprocessing, read_image, read_preproces
 from clearhead.engine.request import Request, start_token
 from clearhead.errors import InputError, MissingExtraError
 from clearhead.explorer.samples import SAMPLES, draw_shape, sample_sound
-from clearhead.generation.transcription import Scribe, find_tokenizer
+from clearhead.generation.scribe import Scribe, find_tokenizer
 from clearhead.models import EncoderDecoder, Model
 from clearhead.quantization.model_weights import example_weight
 

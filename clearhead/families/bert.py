@@ -54,7 +54,10 @@ HF: tuple[str, ...] = ("bert",)
 PREFIX = "bert."
 HEADS: tuple[str, ...] = ("cls.", "classifier.")
 UNUSED: tuple[str, ...] = ("*embeddings.position_ids", "*embeddings.token_type_ids")
-EXTRAS: tuple[str, ...] = ("*pooler.dense.*", "cls.seq_relationship.*", "cls.predictions.bias")
+EXTRAS: tuple[str, ...] = (
+    *("*pooler.dense.*", "cls.seq_relationship.*", "cls.predictions.bias"),
+    *("cls.species.*", "cls.chain.*", "cls.graft.*"),  # AntiBERTy's heads beside the one for residues
+)
 FIELDS = BERT_SIZES | fields(
     "vocab_size max_position_embeddings type_vocab_size hidden_act modules",
     # Of TensorFlow's files; no model reads them.

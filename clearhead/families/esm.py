@@ -1,7 +1,8 @@
 """ESM-2 (Lin et al. 2023): an encoder over amino acids with rotary positions, norm before each step, gelu.
 
 It was trained with token dropout (`dropped_token`) and with rotary frequencies in float16 (`rotary_precision`), and its output is
-right only with both. The weights of its contact head, which reads attention maps, are kept for saving but not computed with.
+right only with both. Its contact head reads attention maps of all layers: the weights are kept beside the model (`extras`), and
+inside/contacts.py computes with them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 decoding.py       generate, stream, translate: lists of ids in, lists of new ids out
 texts.py          texts in, texts out: prompts that fit, stop texts, grammars, many requests in order
-transcription.py  Whisper: its tokenizer, and a request for each window of sound
+transcription.py  Whisper: windows of a sound to segments with times. scribe.py: its special tokens and languages;
+                  word_times.py: when each word is said; transcript_formats.py: text, subtitles, JSON
+proteins.py       masked residues of a protein, and the effects of variants
 embeddings.py     one vector for each text
 traces.py         a beam search as a document and as a picture: why each text was kept or dropped
 engines.py        engines for these calls: large enough, and reused where that pays

@@ -36,7 +36,6 @@ import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
 
 from clearhead.data.tokenizer import Tokenizer
 from clearhead.engine.request import Ticket, start_token
@@ -94,7 +93,7 @@ def make_trace(
         node.wins = True
     source: dict[str, Any] | None = None
     attention: dict[str, Any] | None = None
-    if isinstance(model, EncoderDecoder) and not isinstance(request.source, Tensor) and request.source is not None:
+    if isinstance(model, EncoderDecoder) and isinstance(request.source, Sequence):
         ids = list(request.source)
         source = {"text": text, "ids": ids, "tokens": tokenizer.names(ids)}
         layer = range(model.config.n_decoder_layers)[layer]

@@ -8,6 +8,7 @@ logit_lens.py      what the model would predict after each layer
 attribution.py     a logit as a sum over heads and layers; saliency of input tokens
 head_scores.py     where each head attends: entropy, previous token, induction, alignment ...
 rollout.py         attention rollout
+contacts.py        contacts of a protein, from attention
 neighbours.py      tokens with similar embeddings
 ablation_sweep.py  the loss without each head, with target_loss.py
 pruning.py         a smaller model without some heads

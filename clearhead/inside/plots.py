@@ -41,6 +41,25 @@ def plot_alignment(
     return _draw_weights(weights, target, source, title, ("written", "source"), dots=True)
 
 
+def plot_contacts(contacts: Float[Tensor, "L L"], residues: str, *, title: str = "Contacts") -> PlotFigure:
+    """The probability that two residues of a protein touch, from `contact_maps`."""
+    L = len(contacts)
+    _check_names(residues, L, "residues", "rows")
+    step = math.ceil(L / MAX_CELLS)
+    names = [f"{letter}{at}" for at, letter in enumerate(residues, 1)][::step]
+    note = "Probabilities by the model's contact head; nothing here was measured."
+    return Grid(
+        max_pool(contacts.detach().float().cpu(), step, step),
+        *(names, names),
+        title=title,
+        note=note if step == 1 else f"{pooling_note(L, L, step, step)}. {note}",
+        scale="probability of a contact",
+        cell=(0.26, 0.26),
+        axes=("residue", "residue"),
+        highest=1.0,
+    ).draw()
+
+
 def plot_seen(
     seen: Seen,
     site: str,

@@ -100,12 +100,16 @@ class LogitsProcessor:
         self.first_bias = forbid(rules.begin_suppress)  # on the first token that is not forced
         self.early_bias = forbid(self.ends) if strategy.min_new_tokens else None
         # Tokens that a checkpoint forces on an encoder-decoder: after its start token (by position), and as the last one.
-        start = rules.forced_start or (() if rules.forced_bos is None else (rules.forced_bos,))
+        start = (
+            ()
+            if strategy.timestamps
+            else rules.forced_start or (() if rules.forced_bos is None else (rules.forced_bos,))
+        )
         is_pair = model.config.shape == "encoder-decoder"
         self.forced_start = {at: token for at, token in enumerate(start) if token is not None} if is_pair else {}
         self.forced_last = rules.forced_eos if is_pair else None
         penalised = strategy.repetition_penalty != 1 or strategy.presence_penalty or strategy.frequency_penalty
-        self.needs_history = bool(penalised or strategy.no_repeat_ngram)
+        self.needs_history = bool(penalised or strategy.no_repeat_ngram or strategy.timestamps)
         steps = (self.bias, self.first_bias, self.early_bias, self.forced_last)
         self.is_identity = not self.needs_history and not self.forced_start and all(step is None for step in steps)
 
@@ -144,6 +148,8 @@ class LogitsProcessor:
         if self.first_bias is not None:
             first = (max(self.forced_start, default=-1) + 2 - n_prompt).clamp(min=0) if self.forced_start else 0
             logits = torch.where((steps == first)[:, None], logits + self.first_bias, logits)
+        if s.timestamps is not None and history is not None:
+            logits = s.timestamps.apply(logits, history, n_prompt, steps)
         for at, token in self.forced_start.items():
             logits = force_token(logits, token, steps + n_prompt - 1 == at)
         if self.forced_last is not None:

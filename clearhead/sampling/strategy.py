@@ -18,6 +18,7 @@ from torch import Tensor
 
 from clearhead import kernels
 from clearhead.errors import InputError, did_you_mean
+from clearhead.sampling.timestamps import Timestamps
 
 Logits = Float[Tensor, "B V"]
 Number = float | int
@@ -68,7 +69,10 @@ def _scramble(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """How the next token is chosen. Each field does nothing at its default; temperature 0 is greedy."""
+    """How the next token is chosen. Each field does nothing at its default; temperature 0 is greedy.
+
+    `timestamps` are Whisper's rules for a text with times; the scores of such a text are log-probabilities after these rules.
+    """
 
     temperature: Number = 0.0
     top_k: int = 0
@@ -81,6 +85,7 @@ class Strategy:
     logit_bias: Mapping[int, Number] = field(default_factory=dict[int, Number])
     suppress: Sequence[int] = ()
     min_new_tokens: int = 0
+    timestamps: Timestamps | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high, whole, advice) in RANGES.items():

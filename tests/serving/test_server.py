@@ -295,7 +295,8 @@ def test_bad_requests(address: str, route: str, body: Any, status: int, words: s
 def test_the_form_of_a_transcription() -> None:
     for more, words in (
         ({"promt": "a"}, "no field 'promt'"),
-        ({"temperature": "0.7"}, "temperature is 0 .* got '0.7'"),
+        ({"stream": "true"}, "stream is false .* got 'true'"),
+        ({"timestamp_granularities": "word"}, "did you mean 'timestamp_granularities"),
     ):
         with pytest.raises(ch.InputError, match=words):
             check_fields({"file": b"", "model": "x", **more})
