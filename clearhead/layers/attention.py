@@ -123,7 +123,7 @@ class Attend(nn.Module):
     ) -> Float[Tensor, "B H T E"]:
         dropout = self.dropout if self.training else 0.0
         facts, bias = facts_of(mask)
-        plain = bias is None and not (dropout or facts.patterns) and self.kernel in ("auto", "fused")
+        plain = bias is None and not (dropout or len(facts.patterns)) and self.kernel in ("auto", "fused")
         if not (isinstance(k, Tensor) or isinstance(v, Tensor)) and q.shape[2] == 1 and plain:
             scale = 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
             out = k.attend(q, v, scale, facts.window)
@@ -256,11 +256,11 @@ def lower(
     mask = mask.simplify(T, S)
     if mask.spans is not None and packing.pays(mask, bias, like, kernel, dropout):
         return Lowered(mask, bias, kernel, "packed")
-    chosen = choose_kernel(kernel, mask, S, like, dropout)
+    chosen = choose_kernel(kernel, mask, T, S, like, dropout)
     if chosen == "flex":
         return Lowered(mask, bias, kernel, chosen, blocks=block_sparse.block_mask(mask, T, S, like.device))
-    plain = bias is None and mask.is_ordered and not (mask.window or mask.patterns) and (not mask.causal or T == S)
-    # len: `not` of a tuple of tensors breaks a compiled model's graph.
+    plain = bias is None and mask.is_ordered and not (mask.window or len(mask.patterns)) and (not mask.causal or T == S)
+    # len: `not` of a tuple breaks a compiled model's graph.
     if chosen == "explicit" or (plain and len(mask.documents) == 0):
         return Lowered(mask, bias, kernel, chosen)
     if not dropout and (made := block_sparse.strips(mask, bias, T, S, like)) is not None:
@@ -271,10 +271,11 @@ def lower(
     return Lowered(mask, bias, kernel, chosen, pairs, empty)
 
 
-def choose_kernel(kernel: str, mask: Mask, S: int, like: Tensor, dropout: float) -> str:
+def choose_kernel(kernel: str, mask: Mask, T: int, S: int, like: Tensor, dropout: float) -> str:
     """explicit, fused or flex. Flex pays only where whole blocks can be skipped, and knows no dropout."""
     if kernel == "auto":
-        sparse = bool(mask.documents or mask.patterns) or 0 < mask.window <= S // 2
+        # A pattern only for whole texts: a step with a cache has another length each time, each of them a compilation.
+        sparse = bool(mask.documents) or (len(mask.patterns) > 0 and T == S) or 0 < mask.window <= S // 2
         return "flex" if sparse and dropout == 0 and kernels.prefers_flex(like, S) else "fused"
     if kernel not in ("explicit", "fused", "flex"):
         raise InputError(

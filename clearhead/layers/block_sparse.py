@@ -26,7 +26,7 @@ def attend(
 
 def strips(mask: Mask, bias: Bias | None, T: int, S: int, like: Tensor) -> list[kernels.Strip] | None:
     """What a pattern leaves, as strips of queries with the keys of each; None where there is none, or that does not run."""
-    if not (mask.patterns and kernels.takes_strips(like, S)) or (torch.is_grad_enabled() and _learned(bias)):
+    if not (len(mask.patterns) and kernels.takes_strips(like, S)) or (torch.is_grad_enabled() and _learned(bias)):
         return None
     found = tiles(mask, T, S, like.device)
     added = None if bias is None else lambda rows, cols: bias_of(bias, mask, T, S, rows, cols, like.device)

@@ -122,7 +122,7 @@ class Mask:
     def places(self, T: int, S: int, device: torch.device) -> tuple[Int[Tensor, "_ T"], Int[Tensor, "_ S"]]:
         """What patterns speak of: positions, counted anew in each document (in each of its parts, where it is in parts)."""
         queries, keys = self.positions(T, S, device)
-        if not self.documents:
+        if len(self.patterns) == 0 or len(self.documents) == 0:
             return queries, keys
         keys = _count_anew(keys != ABSENT, self.documents)
         return _count_anew(torch.ones_like(queries).bool(), self.asking) if self.asking else keys[:, S - T :], keys
@@ -145,7 +145,7 @@ class Mask:
                 terms.append(distance.abs() < self.window)
         for asking, ids in self.numbers(T, S):
             terms.append(asking[:, rows, None] == ids[:, None, cols])
-        if self.patterns:
+        if len(self.patterns):
             queries, keys = self.places(T, S, device)
             terms += [pattern.keeps(queries[:, rows, None], keys[:, None, cols]) for pattern in self.patterns]
         if not terms:

@@ -44,7 +44,7 @@ def across(queries: Mask, keys: Mask) -> Mask:
 
 def pays(mask: Mask, bias: Bias | None, like: Tensor, kernel: str, dropout: float) -> bool:
     """Whether texts packed into one row are attended to one by one, without the pairs between different texts."""
-    plain = bias is None and not (mask.window or mask.patterns or mask.keys is not None)
+    plain = bias is None and not (mask.window or len(mask.patterns) or mask.keys is not None)
     return plain and kernel in ("auto", "fused") and not dropout and kernels.takes_packed(like)
 
 
