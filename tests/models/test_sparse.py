@@ -1,6 +1,7 @@
 """Models with a sparse pattern: trained, saved, generated from, looked into; and the kernel that skips what the pattern leaves out.
 
 That cached is whole, batched is alone and no future leaks holds for any config that drawn.py draws, sparse ones among them.
+Flex agrees in tests/layers/test_attend.py, for any mask.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def masks(pattern: Pattern, S: int) -> dict[str, Mask]:
 
 
 @pytest.mark.slow
-@settings(max_examples=15)
+@settings(max_examples=12)
 @given(pattern=patterns(), S=st.integers(30, 60), T=st.integers(1, 60), kind=st.integers(0, 5), alibi=st.booleans())
 def test_strips_are_the_equation_and_so_are_their_gradients(
     pattern: Pattern, S: int, T: int, kind: int, alibi: bool
@@ -70,8 +71,6 @@ def test_strips_are_the_equation_and_so_are_their_gradients(
     found, expected = (outcome(mask, qkv, grad, kernel, bias) for kernel in ("fused", "explicit"))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, **TIGHT)
-    with torch.no_grad():
-        torch.testing.assert_close(attend(*qkv, mask, bias=bias, kernel="flex"), expected[0], **TIGHT)
 
 
 def test_strips_say_no_to_what_they_do_not_compute() -> None:
