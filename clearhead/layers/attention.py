@@ -334,11 +334,6 @@ def _fused(
     if pairs is not None and pairs.is_floating_point():
         pairs = pairs.to(q.dtype)
     out = F.scaled_dot_product_attention(
-        *(q, k, v),
-        attn_mask=pairs,
-        dropout_p=dropout,
-        is_causal=causal,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        *(q, k, v, pairs), dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out if empty is None else out.masked_fill(empty, 0)

@@ -57,8 +57,7 @@ def block_mask(mask: Mask, T: int, S: int, device: torch.device) -> BlockMask:
 
 def tiles(mask: Mask, T: int, S: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Which tiles hold any allowed pair, and which nothing else."""
-    positions, places = mask.positions(T, S, device), mask.places(T, S, device)
-    numbers = mask.numbers(T, S)
+    positions, numbers, places = mask.positions(T, S, device), mask.numbers(T, S), mask.places(T, S, device)
     return kernels.find_tiles(positions, numbers, places, mask.patterns, causal=mask.causal, window=mask.window)
 
 
