@@ -27,7 +27,7 @@ from benchmarks.common.results import machine, save, versions
 
 BENCHMARKS = (
     *("train_step", "encode", "vit", "startup", "data_parallel"),
-    *("attention_memory", "sliding_window", "checkpoint", "head_sweep"),
+    *("attention_memory", "sliding_window", "sparse_attention", "checkpoint", "head_sweep"),
 )
 
 

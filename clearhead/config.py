@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from clearhead.display import html_table, short_repr, short_value
 from clearhead.errors import ConfigError, did_you_mean
+from clearhead.sparsity import Pattern
 
 # Far above any model. A larger number is a broken file's, and would take memory before any weight is read.
 MOST = {
@@ -103,6 +104,9 @@ class Config:
     qk_norm: bool = False
     attention_scale: float = 0.0  # 0: 1 / sqrt(d_head)
     window: int = 0  # 0: none; n: a token sees itself and the n - 1 before it (and after it, in an encoder)
+    sparsity: str = (
+        ""  # a pattern of sparse attention, such as "block=64, window=2, n_global=1, n_random=3" (sparsity.py)
+    )
     feedforward: Literal["relu", "gelu", "gelu_tanh", "silu", "relu2"] = "relu"
     gated: bool = False
     dropout: float = 0.0  # on the embeddings and on the output of each step
@@ -173,6 +177,11 @@ class Config:
         return f"{self.n_layers}+{self.n_decoder_layers}" if self.n_decoder_layers else str(self.n_layers)
 
     @property
+    def patterns(self) -> tuple[Pattern, ...]:
+        """The pattern that `sparsity` describes; none: ()."""
+        return (Pattern.parse(self.sparsity),) if self.sparsity else ()
+
+    @property
     def n_patches(self) -> int:
         return (self.image_size // self.patch_size) ** 2
 
@@ -221,6 +230,8 @@ class Config:
             object.__setattr__(self, "problem", "single_label" if self.n_classes != 1 else "regression")
         if self.attention_bias == "auto":
             object.__setattr__(self, "attention_bias", "qkvo" if self.bias else "")
+        if self.patterns:  # in one way of writing, so that equal models have equal configs
+            object.__setattr__(self, "sparsity", str(self.patterns[0]))
 
     def _check_sizes(self) -> None:
         for name in ("n_kv_heads", "d_head", "d_ff", "max_len", "max_source_len", "n_channels", "n_mels"):
@@ -258,6 +269,10 @@ class Config:
             raise ConfigError(
                 f"t5 positions need an even t5_buckets of at least 4, below t5_max_distance; got t5_buckets="
                 f"{self.t5_buckets}, t5_max_distance={self.t5_max_distance}; the paper has 32 and 128"
+            )
+        if self.window and self.sparsity:
+            raise ConfigError(
+                f"sparsity={self.sparsity!r} has a window of its own; got window={self.window} beside it; leave one out"
             )
         if not set(self.attention_bias) <= set("qkvo"):
             raise ConfigError(

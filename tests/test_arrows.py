@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "clearhead"
 # and `display`.
 STEPS = [
     {"errors", "limits"},
+    {"sparsity"},
     {"config", "kernels"},
     {"layers"},
     {"models"},

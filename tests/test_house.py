@@ -59,8 +59,9 @@ def test_hardware_is_noticed(line: str) -> None:
 
 
 def test_the_core_calls_the_door_in_three_places() -> None:
-    """One call in `linear`, two in attention: products, whole texts, packed texts. Block-sparse attention is a file of its own."""
+    """One call in `linear`, two in attention: whole texts and sparse strips. Packed and block-sparse are files of their own."""
     doors = {"product", "text_attention", "packed_attention", "block_sparse_attention", "paged_attention", "store"}
+    doors |= {"strip_attention"}
     found = [
         (file.stem, node.func.attr)
         for file in core_files()
@@ -69,10 +70,11 @@ def test_the_core_calls_the_door_in_three_places() -> None:
         if isinstance(node.func.value, ast.Name) and node.func.value.id == "kernels"
     ]
     assert sorted(found) == [
-        ("attention", "packed_attention"),
+        ("attention", "strip_attention"),
         ("attention", "text_attention"),
         ("block_sparse", "block_sparse_attention"),
         ("linear", "product"),
+        ("packing", "packed_attention"),
     ]
 
 

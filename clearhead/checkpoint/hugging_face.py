@@ -14,7 +14,7 @@ from clearhead.checkpoint.tensor_names import expand, write_all
 from clearhead.config import Config, Generation
 from clearhead.errors import CheckpointError
 from clearhead.families import FAMILIES, family_of
-from clearhead.families.config_translation import Keys, NoPlaceError
+from clearhead.families.config_translation import Keys, NoPlaceError, refuse_to_write
 from clearhead.models import Model
 from clearhead.quantization.model_weights import example_weight
 
@@ -30,6 +30,7 @@ def write_hugging_face(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]
             f"transformers has no layers of unequal heads, and this model has lost {len(config.pruned_heads)}, such as "
             f"{config.pruned_heads[0]!r}; save with format='clearhead'"
         )
+    refuse_to_write(config, "transformers' layout of any family", sparsity="")
     module, theirs = _find_layout(config)
     named = _name_tensors(model, module)
     if module is not FAMILIES.get(config.family):

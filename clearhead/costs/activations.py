@@ -25,7 +25,7 @@ from functools import partial
 from clearhead.config import Config
 from clearhead.costs.flops import Lengths
 from clearhead.costs.parameters import count_matrices, heads_at
-from clearhead.limits import WRITTEN_OUT, is_narrow
+from clearhead.limits import WRITTEN_OUT, is_narrow, is_skipped
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,9 @@ def _attention(c: Config, batch: int, T: int, S: int, heads: int, setting: Setti
     if rotary or c.qk_norm:
         total += size * (queries * d_q + keys * d_kv)
     # The kernel's output has the layout of the queries. After rotary or a norm that is head by head: the output is copied.
-    if (rotary and not c.rotary_interleaved) or c.qk_norm or (is_narrow(c.window, T) and not cross):
+    skipped = not cross and is_skipped(0, c.sparsity, T, cuda=setting.cuda)  # there it is token by token
+    head_by_head = (rotary and not c.rotary_interleaved) or c.qk_norm or (is_narrow(c.window, T) and not cross)
+    if head_by_head and not skipped:
         total += size * queries * d_q
     return total
 
@@ -166,7 +168,8 @@ def _written_out(c: Config, T: int, heads: int, setting: Setting, *, causal: boo
     """Bytes of a layer's mask or bias tensor: of any but a causal mask, up to WRITTEN_OUT pairs."""
     biased = c.positions in ("alibi", "t5")
     pairs = T * T * (heads if biased else 1)
-    if not (biased or 0 < c.window < T) or is_narrow(c.window, T) or pairs > WRITTEN_OUT:
+    written = biased or 0 < c.window < T or bool(c.sparsity)
+    if not written or is_skipped(c.window, c.sparsity, T, cuda=setting.cuda) or pairs > WRITTEN_OUT:
         return 0
     return setting.size * pairs if _is_fused(c, setting) else T * T * int(causal)
 

@@ -11,18 +11,20 @@ in a row, width D, feed-forward width F and heads of total width D, a layer take
 so for F = 4 D attention costs as much as all the rest of a layer from T = 6 D on.
 
 Attention is counted in two ways. *All* pairs is what operators count, torch's FlopCounterMode included: the plain equation
-computes T x S scores and then masks. *Allowed* pairs is the useful work: the causal half, the band of a window; a kernel that
-skips masked pairs comes near it.
+computes T x S scores and then masks. *Allowed* pairs is the useful work: the causal half, the band of a window, what a sparse
+pattern keeps; a kernel that skips masked pairs comes near it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from clearhead.config import Config
 from clearhead.costs.parameters import count_heads, count_matrices
 from clearhead.errors import ConfigError
+from clearhead.sparsity import Pattern
 
 Pairs = Literal["all", "allowed"]
 
@@ -58,11 +60,12 @@ def count_forward(config: Config, batch: int, at: Lengths, *, pairs: Pairs = "al
     """FLOPs of one forward pass, by part. With `past` it is a decode step: the source is already encoded."""
     c, T, S = config, at.target, at.source
     encoded = S if at.past == 0 else 0
-    own = count_pairs(T, at.past + T, causal=c.shape != "encoder", window=c.window, pairs=pairs)
+    count = partial(count_pairs, window=c.window, patterns=c.patterns, pairs=pairs)
+    own = count(T, at.past + T, causal=c.shape != "encoder")
     attentions = [("blocks.*", T, T, own)]  # names, queries, keys, pairs
     tokens = c.n_layers * T  # of all feed-forwards
     if c.shape == "encoder-decoder":
-        both = count_pairs(S, S, causal=False, window=c.window, pairs=pairs) if encoded else 0
+        both = count(S, S, causal=False) if encoded else 0
         attentions = [("encoder.*", encoded, encoded, both), ("decoder.*.attention", T, T, own)]
         attentions.append(("decoder.*.cross", T, encoded, T * S))
         tokens = c.n_layers * encoded + c.n_decoder_layers * T
@@ -100,8 +103,13 @@ def count_training(
     return total
 
 
-def count_pairs(T: int, S: int, *, causal: bool, window: int = 0, pairs: Pairs = "allowed") -> int:
+def count_pairs(
+    T: int, S: int, *, causal: bool, window: int = 0, patterns: tuple[Pattern, ...] = (), pairs: Pairs = "allowed"
+) -> int:
     """The number of (query, key) pairs, all or allowed: of T = S tokens at once, or of one token (T = 1) after S - 1."""
+    if patterns and pairs == "allowed":
+        (pattern,) = patterns
+        return pattern.count_pairs(T, S, causal=causal)
     width = min(window, S) if window else S
     if T == 1:
         return width if causal else S

@@ -7,8 +7,9 @@ Of one stack with T tokens, width D, feed-forward width F, queries of total widt
     feedforward    3 D + 2 F          the block's input, the stream, its norm; before and after the activation; gated 4 F
     head           D + V              the states and their logits
 
-On a CPU in float32 one kernel (oneDNN) does a product and its activation: 4 D + F. A bias on the scores (ALiBi, T5) or a window is
-written out once for all layers, in H T S numbers or T S bytes, and needs more while it is made; a long one is made strip by strip.
+On a CPU in float32 one kernel (oneDNN) does a product and its activation: 4 D + F. A bias on the scores (ALiBi, T5), a window or a
+sparse pattern is written out once for all layers, in H T S numbers or T S bytes, and needs more while it is made; a long one is
+made strip by strip. Not counted are the copies of the keys that 128 queries of a long sparse text look at.
 T5's encoder has a bias with the heads last, which the CPU's kernel copies in each layer.
 """
 
@@ -20,7 +21,7 @@ from clearhead.config import Config
 from clearhead.costs.activations import Setting
 from clearhead.costs.flops import Lengths
 from clearhead.costs.parameters import heads_at
-from clearhead.limits import ONEDNN_ROWS, ONEDNN_WEIGHT, WRITTEN_OUT, is_narrow
+from clearhead.limits import ONEDNN_ROWS, ONEDNN_WEIGHT, WRITTEN_OUT, is_skipped
 
 Parts = Mapping[str, int]
 FUSED_ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
@@ -83,11 +84,11 @@ def _has_fused_activation(c: Config, rows: int, setting: Setting) -> bool:
 
 def _pairs(c: Config, batch: int, T: int, S: int, setting: Setting, *, causal: bool) -> tuple[int, int, int]:
     """Bytes for pairs of a query and a key: while a mask or bias is made, while blocks run, and more while one attends."""
-    biased, windowed = c.positions in ("alibi", "t5"), 0 < c.window < S
+    biased, windowed = c.positions in ("alibi", "t5"), 0 < c.window < S or bool(c.sparsity)
     masked = windowed or (causal and T > 1)
     if c.kernel == "explicit":  # all in float32: scores, what is left of them, their softmax
         return 0, 0, 4 * batch * c.n_heads * T * S * (3 if masked else 2)
-    if is_narrow(c.window, S) or not (biased or windowed):
+    if is_skipped(c.window, c.sparsity, S, cuda=setting.cuda) or not (biased or windowed):
         return 0, 0, 0
     heads = c.n_heads if biased else 1
     in_strips = heads * T * S > WRITTEN_OUT

@@ -60,6 +60,7 @@ def fits(stack: Stack, x: Tensor, cache: PagedCache, gpu: Any) -> bool:
     return (
         (one or (cache.packed is not None and blocks[0].cross is None))
         and stack.positions.bias is None
+        and not stack.config.sparsity
         and stack.config.kernel in ("auto", "fused")
         and not stack.training
         and not torch.is_grad_enabled()

@@ -50,7 +50,7 @@ class Prefill:
             and self.dtype in (torch.bfloat16, torch.float16)
             and model.positions.bias is None
             and model.positions.max_len is None
-            and not model.config.window
+            and not (model.config.window or model.config.sparsity)
             and model.config.kernel in ("auto", "fused")
         )
 

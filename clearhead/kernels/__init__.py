@@ -15,6 +15,8 @@ huge_pages.py     weights in 2 MB pages of memory
 memory.py         free memory, asked before much of it is taken
 packed.py         int8 and int4 weights in tiles
 attention.py      whole texts, texts packed into one row, block-sparse
+tiles.py          tiles of the score matrix that a mask leaves something of
+sparse_strips.py  block-sparse on the CPU, with gradients
 float8.py         fp8 products with gradients
 cross_entropy.py  the loss over a large vocabulary, in chunks
 gpu/              Triton kernels
@@ -41,17 +43,23 @@ from clearhead.kernels.attention import (
 from clearhead.kernels.checks import best_device, can_read, capture, has_triton, is_plain, is_watched, to_float64
 from clearhead.kernels.memory import require_memory
 from clearhead.kernels.packed import Packed
+from clearhead.kernels.sparse_strips import Strip, make_strips, strip_attention, takes_strips
+from clearhead.kernels.tiles import block_mask, find_tiles
 
 __all__ = [
     "Packed",
+    "Strip",
     "best_device",
+    "block_mask",
     "block_sparse_attention",
     "can_read",
     "capture",
+    "find_tiles",
     "gpu_kernels",
     "has_triton",
     "is_plain",
     "is_watched",
+    "make_strips",
     "pack_int4",
     "packed_attention",
     "packed_product",
@@ -61,7 +69,9 @@ __all__ = [
     "require_memory",
     "rows",
     "store",
+    "strip_attention",
     "takes_packed",
+    "takes_strips",
     "text_attention",
     "to_float64",
     "top_log_probs",

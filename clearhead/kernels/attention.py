@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from clearhead.errors import InputError
 from clearhead.kernels import native
 from clearhead.kernels.checks import has_forward_gradients, is_plain, product_dtype
+from clearhead.limits import SPARSE_KEYS
 
 Starts = tuple[
     Int[Tensor, " n"], Int[Tensor, " n"]
@@ -117,9 +118,9 @@ def _length_by_length(q: Tensor, k: Tensor, v: Tensor, starts: Starts, scale: fl
     return torch.cat(parts).transpose(0, 1)[None]
 
 
-def prefers_flex(like: Tensor) -> bool:
-    """Whether skipping blocks of the score matrix beats the fused kernel here, given enough blocks to skip."""
-    return like.is_cuda
+def prefers_flex(like: Tensor, S: int) -> bool:
+    """Whether skipping blocks of the score matrix of so many keys beats the fused kernel here, given enough blocks to skip."""
+    return like.is_cuda and SPARSE_KEYS["cuda"] <= S
 
 
 def block_sparse_attention(

@@ -10,6 +10,7 @@ A query that may attend to nothing gets zeros and sends no gradient, in every ke
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from clearhead import kernels
 from clearhead.errors import InputError, did_you_mean
-from clearhead.layers import block_sparse, strips
+from clearhead.layers import block_sparse, packing, strips
 from clearhead.layers.cache import AnyLayerCache, Keys
 from clearhead.layers.linear import FusedLinear, Linear, RMSNorm
 from clearhead.layers.masks import ALL, Mask, bias_of, lower_pairs
@@ -118,17 +119,14 @@ class Attend(nn.Module):
         self.scale, self.dropout, self.kernel = scale, dropout, kernel
 
     def forward(
-        self,
-        q: Float[Tensor, "B H T E"],
-        k: Keys,
-        v: Keys,
-        mask: Mask | Lowered | None = None,
+        self, q: Float[Tensor, "B H T E"], k: Keys, v: Keys, mask: Mask | Lowered | None = None
     ) -> Float[Tensor, "B H T E"]:
         dropout = self.dropout if self.training else 0.0
         facts, bias = facts_of(mask)
-        if not (isinstance(k, Tensor) or isinstance(v, Tensor)) and q.shape[2] == 1 and bias is None and not dropout:
+        plain = bias is None and not (dropout or len(facts.patterns)) and self.kernel in ("auto", "fused")
+        if not (isinstance(k, Tensor) or isinstance(v, Tensor)) and q.shape[2] == 1 and plain:
             scale = 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
-            out = k.attend(q, v, scale, facts.window) if self.kernel in ("auto", "fused") else None
+            out = k.attend(q, v, scale, facts.window)
             if out is not None:
                 return out
         return attend(q, gathered(k), gathered(v), mask, scale=self.scale, dropout=dropout, kernel=self.kernel)
@@ -167,8 +165,10 @@ def attend(
             return (grouped @ v).unflatten(2, (-1, q.shape[2])).flatten(1, 2)
         case "flex":
             return block_sparse.attend(q, k, v, how.mask, how.blocks, bias, scale)
+        case "sparse":
+            return kernels.strip_attention(q, k, v, how.strips, scale)
         case "packed":
-            return _packed(q, k, v, how.mask, scale)
+            return packing.attend(q, k, v, how.mask, scale)
         case "strips":
             fused = partial(_fused, scale=scale, dropout=dropout)
             return strips.attend(q, k, v, how.mask, bias, fused)
@@ -232,19 +232,21 @@ class Lowered:
     mask: Mask  # the facts, without those that forbid nothing at this size
     bias: Bias | None
     asked: str  # the kernel that was asked for
-    kernel: str  # the one that runs: explicit, flex, fused, or fused text by text ("packed") or in "strips" of queries
+    kernel: str  # what runs: explicit, flex, fused; fused text by text ("packed"), in "strips", in strips that skip ("sparse")
     pairs: Tensor | None = (
-        None  # for fused: True = may attend, or what is added to the scores; None: all, or only the future is hidden
+        None  # for fused: True = may attend, or what is added; None: all, or only the future is hidden
     )
     empty: Bool[Tensor, "_ 1 _ 1"] | None = None  # queries that may attend to nothing
     blocks: BlockMask | None = None  # for flex
+    strips: Sequence[kernels.Strip] = ()  # for sparse
 
     def only(self, heads: tuple[int, ...]) -> Lowered:
         """For an attention that has only these heads left."""
         if self.bias is None:
             return self
         bias = self.bias[:, list(heads)] if isinstance(self.bias, Tensor) else self.bias.only(heads)
-        return replace(self, bias=bias, pairs=None if self.pairs is None else self.pairs[:, list(heads)])
+        kernel = "strips" if self.kernel == "sparse" else self.kernel  # its strips hold the bias of all heads
+        return replace(self, bias=bias, kernel=kernel, pairs=None if self.pairs is None else self.pairs[:, list(heads)])
 
 
 def lower(
@@ -252,26 +254,29 @@ def lower(
 ) -> Lowered:
     """Choose the kernel, and write out the mask and the bias where that is small. `like` has the queries' device and type."""
     mask = mask.simplify(T, S)
-    if can_pack(mask, bias, like, kernel, dropout):
+    if mask.spans is not None and packing.pays(mask, bias, like, kernel, dropout):
         return Lowered(mask, bias, kernel, "packed")
-    chosen = choose_kernel(kernel, mask, S, like, dropout)
+    chosen = choose_kernel(kernel, mask, T, S, like, dropout)
     if chosen == "flex":
         return Lowered(mask, bias, kernel, chosen, blocks=block_sparse.block_mask(mask, T, S, like.device))
-    plain = bias is None and mask.is_ordered and not mask.window and (not mask.causal or T == S)
-    # len: `not` of a tuple of tensors breaks a compiled model's graph.
+    plain = bias is None and mask.is_ordered and not (mask.window or len(mask.patterns)) and (not mask.causal or T == S)
+    # len: `not` of a tuple breaks a compiled model's graph.
     if chosen == "explicit" or (plain and len(mask.documents) == 0):
         return Lowered(mask, bias, kernel, chosen)
+    if not dropout and (made := block_sparse.strips(mask, bias, T, S, like)) is not None:
+        return Lowered(mask, bias, kernel, "sparse", strips=made)
     if strips.pays(mask, bias, T, S):
         return Lowered(mask, bias, kernel, "strips")
     pairs, empty = lower_pairs(mask, bias, T, S, ALL, ALL, like.device)
     return Lowered(mask, bias, kernel, chosen, pairs, empty)
 
 
-def choose_kernel(kernel: str, mask: Mask, S: int, like: Tensor, dropout: float) -> str:
+def choose_kernel(kernel: str, mask: Mask, T: int, S: int, like: Tensor, dropout: float) -> str:
     """explicit, fused or flex. Flex pays only where whole blocks can be skipped, and knows no dropout."""
     if kernel == "auto":
-        sparse = bool(mask.documents) or 0 < mask.window <= S // 2
-        return "flex" if sparse and S >= 2048 and dropout == 0 and kernels.prefers_flex(like) else "fused"
+        # A pattern only for whole texts: a step with a cache has another length each time, each of them a compilation.
+        sparse = bool(mask.documents) or (len(mask.patterns) > 0 and T == S) or 0 < mask.window <= S // 2
+        return "flex" if sparse and dropout == 0 and kernels.prefers_flex(like, S) else "fused"
     if kernel not in ("explicit", "fused", "flex"):
         raise InputError(
             f"kernel={kernel!r} is not known; {did_you_mean(kernel, ['auto', 'explicit', 'fused', 'flex'])}"
@@ -281,12 +286,6 @@ def choose_kernel(kernel: str, mask: Mask, S: int, like: Tensor, dropout: float)
             f"the flex kernel has no dropout on weights; got dropout={dropout}; use kernel='fused' or dropout=0"
         )
     return kernel
-
-
-def can_pack(mask: Mask, bias: Bias | None, like: Tensor, kernel: str, dropout: float) -> bool:
-    """Whether texts packed into one row are attended to one by one, without the pairs between different texts."""
-    plain = mask.spans is not None and bias is None and not (mask.window or mask.keys is not None)
-    return plain and kernel in ("auto", "fused") and not dropout and kernels.takes_packed(like)
 
 
 def facts_of(mask: Mask | Lowered | None, bias: Bias | None = None) -> tuple[Mask, Bias | None]:
@@ -302,7 +301,7 @@ def check_mask(mask: object) -> Mask:
         got = f"{mask.dtype} tensor" if isinstance(mask, Tensor) else type(mask).__name__
         raise InputError(
             f"as a mask, attention takes a Mask (True = may attend), got a {got}; "
-            f"make one with causal(), window(n), padding(real), documents(ids), combined with &"
+            f"make one with causal(), window(n), padding(real), documents(ids), sparse(pattern), combined with &"
         )
     return mask
 
@@ -315,14 +314,6 @@ def check_fit(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
             f"k {tuple(k.shape)}, v {tuple(v.shape)}; each is (batch, heads, length, width)"
         )
     mask.check(q.shape[0], q.shape[2], k.shape[2])
-
-
-def _packed(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    spans = mask.spans
-    assert spans is not None
-    keys = spans.keys or spans
-    starts, longest = (spans.starts, keys.starts), (spans.longest, keys.longest)
-    return kernels.packed_attention(q, k, v, starts, longest, scale, causal=mask.causal)
 
 
 def _fused(
@@ -343,11 +334,6 @@ def _fused(
     if pairs is not None and pairs.is_floating_point():
         pairs = pairs.to(q.dtype)
     out = F.scaled_dot_product_attention(
-        *(q, k, v),
-        attn_mask=pairs,
-        dropout_p=dropout,
-        is_causal=causal,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        *(q, k, v, pairs), dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out if empty is None else out.masked_fill(empty, 0)

@@ -1,7 +1,7 @@
 """Masks: which query may attend to which key. True = may attend, everywhere.
 
-A mask holds facts (causal, a window, the position of each key, its document). attention.py lowers them to what a kernel takes, so
-no T x T tensor exists for a causal model. Combine masks with `&`:
+A mask holds facts (causal, a window, a sparse pattern, the position of each key, its document). attention.py lowers them to what a
+kernel takes, so no T x T tensor exists for a causal model. Combine masks with `&`:
 
     causal() & padding(real)
 """
@@ -11,13 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from clearhead.errors import InputError
 from clearhead.layers.positions import Bias
+from clearhead.sparsity import Pattern
 
 ALL = slice(None)
+Index = slice | Int[Tensor, " n"]  # of some queries, or some keys
 ABSENT = -1  # the position of a key that is not there: padding, or an empty slot of a cache
 
 
@@ -40,6 +43,7 @@ class Mask:
 
     causal: bool = False
     window: int = 0  # 0: none; n: only keys at a distance below n
+    patterns: tuple[Pattern, ...] = ()  # only pairs of places that each of these keeps
     keys: Int[Tensor, "_ S"] | None = None  # positions; ABSENT where no key is
     queries: Int[Tensor, "_ T"] | None = None
     documents: tuple[Int[Tensor, "_ S"], ...] = ()  # only keys with the query's own number, in each of these
@@ -50,7 +54,7 @@ class Mask:
         """Both must allow. A key that is absent in one of them is absent."""
         if self.queries is not None or other.queries is not None:
             raise InputError(
-                "a mask with its own query positions belongs to one cache and does not combine; combine first"
+                "a mask with its own query positions belongs to one cache; got another beside it; combine first"
             )
         if self.asking or other.asking:
             raise InputError(
@@ -62,6 +66,7 @@ class Mask:
         return Mask(
             causal=self.causal or other.causal,
             window=min(self.window, other.window) or max(self.window, other.window),
+            patterns=self.patterns + other.patterns,
             keys=keys,
             documents=self.documents + other.documents,
             spans=self.spans if not other.documents else other.spans if not self.documents else None,
@@ -114,12 +119,20 @@ class Mask:
         asking = self.asking or tuple(ids[:, S - T :] for ids in self.documents)
         return list(zip(asking, self.documents, strict=True))
 
-    def distances(self, T: int, S: int, rows: slice, cols: slice, device: torch.device) -> Int[Tensor, "_ t s"]:
+    def places(self, T: int, S: int, device: torch.device) -> tuple[Int[Tensor, "_ T"], Int[Tensor, "_ S"]]:
+        """What patterns speak of: positions, counted anew in each document (in each of its parts, where it is in parts)."""
+        queries, keys = self.positions(T, S, device)
+        if len(self.patterns) == 0 or len(self.documents) == 0:
+            return queries, keys
+        keys = _count_anew(keys != ABSENT, self.documents)
+        return _count_anew(torch.ones_like(queries).bool(), self.asking) if self.asking else keys[:, S - T :], keys
+
+    def distances(self, T: int, S: int, rows: slice, cols: Index, device: torch.device) -> Int[Tensor, "_ t s"]:
         """Key position minus query position, for the pairs asked for."""
         queries, keys = self.positions(T, S, device)
         return keys[:, None, cols] - queries[:, rows, None]
 
-    def allowed(self, T: int, S: int, rows: slice, cols: slice, device: torch.device) -> Bool[Tensor, "_ 1 _ s"] | None:
+    def allowed(self, T: int, S: int, rows: slice, cols: Index, device: torch.device) -> Bool[Tensor, "_ 1 _ s"] | None:
         """The pairs asked for as booleans that broadcast over (B, H, T, S), or None when nothing is forbidden."""
         terms: list[Tensor] = []
         if self.keys is not None:
@@ -132,6 +145,9 @@ class Mask:
                 terms.append(distance.abs() < self.window)
         for asking, ids in self.numbers(T, S):
             terms.append(asking[:, rows, None] == ids[:, None, cols])
+        if len(self.patterns):
+            queries, keys = self.places(T, S, device)
+            terms += [pattern.keeps(queries[:, rows, None], keys[:, None, cols]) for pattern in self.patterns]
         if not terms:
             return None
         allowed = terms[0]
@@ -141,7 +157,7 @@ class Mask:
 
 
 def lower_pairs(
-    mask: Mask, bias: Bias | None, T: int, S: int, rows: slice, cols: slice, device: torch.device
+    mask: Mask, bias: Bias | None, T: int, S: int, rows: slice, cols: Index, device: torch.device
 ) -> tuple[Tensor | None, Bool[Tensor, "_ 1 _ 1"] | None]:
     """These pairs as a fused kernel takes them, True = may attend or numbers to add, and the queries that may attend to nothing."""
     allowed = mask.allowed(T, S, rows, cols, device)
@@ -156,7 +172,7 @@ def lower_pairs(
     return added if allowed is None else added.masked_fill(~allowed, float("-inf")), empty
 
 
-def bias_of(bias: Bias, mask: Mask, T: int, S: int, rows: slice, cols: slice, device: torch.device) -> Tensor:
+def bias_of(bias: Bias, mask: Mask, T: int, S: int, rows: slice, cols: Index, device: torch.device) -> Tensor:
     """What is added to the scores of these pairs."""
     return bias[:, :, rows, cols] if isinstance(bias, Tensor) else bias.dense(mask.distances(T, S, rows, cols, device))
 
@@ -188,6 +204,19 @@ def documents(ids: Int[Tensor, "B S"]) -> Mask:
             f"give each token its document's number"
         )
     return Mask(documents=(ids,))
+
+
+def sparse(pattern: Pattern | str) -> Mask:
+    """Only pairs that a pattern keeps, such as "block=64, window=2, n_global=1, n_random=3" (see clearhead/sparsity.py)."""
+    return Mask(patterns=(Pattern.parse(pattern) if isinstance(pattern, str) else pattern,))
+
+
+def _count_anew(real: Bool[Tensor, "_ S"], documents: tuple[Int[Tensor, "_ S"], ...]) -> Int[Tensor, "_ S"]:
+    """Each real token's index among those since a number last changed; ABSENT for padding."""
+    counted, start = positions_of(real), torch.zeros_like(real)
+    for ids in documents:
+        start = start | F.pad(ids.diff() != 0, (1, 0))
+    return torch.where(real, counted - torch.where(start, real.cumsum(-1) - real.long(), 0).cummax(-1).values, ABSENT)
 
 
 def positions_of(real: Bool[Tensor, "B S"]) -> Int[Tensor, "B S"]:

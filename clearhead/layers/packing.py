@@ -1,4 +1,4 @@
-"""Several texts in one row, without padding: the mask, and each token's position."""
+"""Several texts in one row, without padding: the mask, each token's position, and attention text by text."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
+from clearhead import kernels
 from clearhead.errors import InputError
 from clearhead.layers.masks import Mask, Spans, documents
+from clearhead.layers.positions import Bias
 
 
 def packed(lengths: Sequence[int], device: torch.device | str = "cpu") -> tuple[Mask, Int[Tensor, " T"]]:
@@ -38,3 +40,18 @@ def across(queries: Mask, keys: Mask) -> Mask:
         )
     spans = replace(queries.spans, keys=keys.spans)
     return Mask(documents=keys.documents, asking=queries.documents, spans=spans)
+
+
+def pays(mask: Mask, bias: Bias | None, like: Tensor, kernel: str, dropout: float) -> bool:
+    """Whether texts packed into one row are attended to one by one, without the pairs between different texts."""
+    plain = bias is None and not (mask.window or len(mask.patterns) or mask.keys is not None)
+    return plain and kernel in ("auto", "fused") and not dropout and kernels.takes_packed(like)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    """Each text over its own keys."""
+    spans = mask.spans
+    assert spans is not None
+    keys = spans.keys or spans
+    starts, longest = (spans.starts, keys.starts), (spans.longest, keys.longest)
+    return kernels.packed_attention(q, k, v, starts, longest, scale, causal=mask.causal)

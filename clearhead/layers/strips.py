@@ -24,7 +24,7 @@ def pays(mask: Mask, bias: Bias | None, T: int, S: int) -> bool:
 
 def n_pairs(mask: Mask, bias: Bias | None, T: int, S: int) -> int:
     """How many numbers the mask and the bias have when written out."""
-    rows = T if bias is not None or mask.causal or mask.window or mask.documents else 1
+    rows = T if bias is not None or mask.causal or mask.window or mask.documents or len(mask.patterns) else 1
     heads = 1 if bias is None else bias.n_heads if isinstance(bias, DistanceBias) else bias.shape[1]
     return (mask.batch or 1) * heads * rows * S
 
@@ -37,7 +37,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None, fused
     # The backward pass would keep every strip's mask, T^2 in all, so wide strips are computed again instead.
     again = torch.is_grad_enabled() and not narrow
     # Narrow strips are alike but for the first and the last: one mask serves all that are.
-    shared: Shared | None = {} if narrow and len(mask.documents) == 0 and not isinstance(bias, Tensor) else None
+    alike = narrow and len(mask.documents) == 0 and not (len(mask.patterns) or isinstance(bias, Tensor))
+    shared: Shared | None = {} if alike else None
     strips: list[Tensor] = []
     for start in range(0, T, step):
         rows = slice(start, min(start + step, T))

@@ -83,13 +83,9 @@ class Encoder(Described, Stack):
         if self.config.dropped_token >= 0:
             x = drop(x, tokens == self.config.dropped_token, real_of(mask))
         if self.segments is not None:
-            zeros = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
-            given = (
-                None
-                if segments is None
-                else check_ids(segments, tuple(x.shape[:2]), self.config.n_segments, "segments", "n_segments")
-            )
-            x = x + self.segments(zeros if given is None else given)
+            shape = x.shape[0], x.shape[1]
+            zeros = torch.zeros(shape, dtype=torch.int64, device=x.device) if segments is None else segments
+            x = x + self.segments(check_ids(zeros, shape, self.config.n_segments, "segments", "n_segments"))
         elif segments is not None:
             raise InputError("this model has no segments (n_segments=0), but segments were given; leave them out")
         return self.run(x, mask, positions=positions, checkpointing=checkpointing)

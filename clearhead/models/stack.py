@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from clearhead import kernels
 from clearhead.config import Config, Generation
 from clearhead.errors import InputError
-from clearhead.layers.attention import Lowered, can_pack, check_mask, lower
+from clearhead.layers import packing
+from clearhead.layers.attention import Lowered, check_mask, lower
 from clearhead.layers.block import Block
 from clearhead.layers.cache import AnyCache
 from clearhead.layers.embedding import check_ids
@@ -36,6 +37,7 @@ class Stack(nn.Module):
     def __init__(self, config: Config, *, n_layers: int, max_len: int, causal: bool, cross: bool = False) -> None:
         super().__init__()
         self.config, self.causal = config, causal
+        self.facts = Mask(causal=causal, window=config.window, patterns=config.patterns)
         self.positions = make_positions(config, max_len=max_len, causal=causal)
         self.embedding_norm = norm_of(config) if config.embedding_norm else nn.Identity()
         stack = ("decoder." if cross else "encoder.") if config.shape == "encoder-decoder" else ""
@@ -82,8 +84,7 @@ class Stack(nn.Module):
 
     def packs(self, mask: Mask, like: Tensor) -> bool:
         """Whether this stack attends to texts packed into one row (`mask` of `packed()`) one by one, at no cost for the others."""
-        mask = mask & Mask(causal=self.causal, window=self.config.window)
-        return can_pack(mask, self.positions.bias, like, self.config.kernel, self._attention_dropout)
+        return packing.pays(mask & self.facts, self.positions.bias, like, self.config.kernel, self._attention_dropout)
 
     @property
     def _attention_dropout(self) -> float:
@@ -113,7 +114,7 @@ class Stack(nn.Module):
             if not given:
                 check_length(T, self.positions)
             counted = torch.arange(T, device=x.device) if facts.keys is None else facts.keys
-            return counted, facts & Mask(causal=self.causal, window=self.config.window)
+            return counted, facts & self.facts
         if isinstance(mask, Mask):
             raise InputError(
                 "with a cache, mask is a boolean tensor (True = a real token); got a Mask; pass the padding alone"
@@ -121,7 +122,7 @@ class Stack(nn.Module):
         cache.check(B, T)
         check_length(cache.length + T, self.positions)
         counted, facts = cache.place(T, mask)
-        return counted, replace(facts, causal=self.causal, window=self.config.window)
+        return counted, replace(facts, causal=self.causal, window=self.facts.window, patterns=self.facts.patterns)
 
 
 def check_padding(real: Tensor, shape: tuple[int, int], *, whole: bool = True) -> None:

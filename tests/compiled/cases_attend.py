@@ -15,7 +15,7 @@ from torch.nn.attention import flex_attention
 from clearhead.kernels import attention
 from clearhead.layers import strips
 from clearhead.layers.attention import attend, lower
-from clearhead.layers.masks import Mask, causal, documents, padding, window
+from clearhead.layers.masks import Mask, causal, documents, padding, sparse, window
 from clearhead.layers.positions import Bias
 from clearhead.layers.relative_positions import Alibi, RelativeBuckets
 
@@ -98,6 +98,8 @@ def test_strips_are_one_graph(monkeypatch: pytest.MonkeyPatch, narrow: bool) -> 
 FLEX: dict[str, Callable[[str], tuple[Mask, Bias | None]]] = {
     "window": lambda device: (causal() & window(53), None),
     "documents, alibi": lambda device: (causal() & documents(ids(LONG, device)), Alibi(n_heads=H)),
+    "sparse": lambda device: (causal() & sparse("block=48, window=2, n_global=1, stride=9, n_random=2"), None),
+    "sparse, documents": lambda device: (sparse("window=70, n_random=2") & documents(ids(LONG, device)), None),
     "padding, t5": lambda device: (causal() & padding(real(LONG, device)), RelativeBuckets(n_heads=H).to(device)),
 }
 

@@ -42,6 +42,14 @@ def test_one_graph_with_padding_and_a_window() -> None:
     assert_same(graph(tokens, real)[real], model(tokens, real)[real])
 
 
+def test_one_graph_with_a_sparse_pattern() -> None:
+    model = tiny("gpt2", sparsity="block=2, window=2, n_global=1, n_random=1")
+    (tokens,) = inputs(model.config)
+    real = torch.arange(11) >= torch.tensor([[3], [0], [9]])
+    graph = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_same(graph(tokens, real)[real], model(tokens, real)[real])
+
+
 def test_one_graph_with_masks_on_both_sides() -> None:
     model = tiny("t5")
     source, target = inputs(model.config)

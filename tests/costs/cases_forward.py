@@ -22,6 +22,7 @@ FORWARD: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "causal": ("gpt2", {}, dict(length=512)),
     "causal, bfloat16": ("gpt2", {}, dict(length=512, precision="bfloat16")),
     "window": ("gpt2", dict(window=300), dict(length=512)),
+    "sparse": ("gpt2", dict(sparsity="block=32, window=2, n_global=1, n_random=1"), dict(length=512)),
     "explicit": ("bert-base", dict(kernel="explicit"), dict(length=512)),
     "post-norm": ("bert-base", {}, dict(length=512)),
     "rotary, gated": ("smollm2-135m", {}, dict(length=512)),

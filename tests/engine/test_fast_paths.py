@@ -108,9 +108,8 @@ def assert_greedy(texts: list[list[int]], reference: Model, within: float) -> No
 
 def is_for_native_step(config: Config) -> bool:
     n_layers = config.n_layers if config.shape == "decoder" else config.n_decoder_layers
-    return (
-        config.positions not in ("alibi", "t5") and config.norm != "none" and not config.head_transform and n_layers > 0
-    )
+    plain = config.positions not in ("alibi", "t5") and not config.sparsity
+    return plain and config.norm != "none" and not config.head_transform and n_layers > 0
 
 
 class Seen:

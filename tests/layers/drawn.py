@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from clearhead.sparsity import Pattern
+
 from .reference import Facts
 
 
@@ -17,4 +19,20 @@ def facts(draw: st.DrawFn, B: int, S: int) -> Facts:
         window=draw(st.one_of(st.just(0), st.integers(1, S + 1))),
         real=draw(st.one_of(st.none(), st.lists(flags, min_size=B, max_size=B))),
         documents=draw(st.lists(st.lists(ids, min_size=B, max_size=B), max_size=2)),
+        patterns=draw(st.lists(patterns(), max_size=2)),
+    )
+
+
+@st.composite
+def patterns(draw: st.DrawFn) -> Pattern:
+    """Any sparse pattern for a text of some ten tokens."""
+    window, n_random = draw(st.integers(1, 3)), draw(st.integers(0, 2))
+    return Pattern(
+        block=draw(st.integers(1, 4)),
+        window=window,
+        dilation=draw(st.integers(1, 3)) if window > 1 else 1,
+        n_global=draw(st.integers(0, 2)),
+        stride=draw(st.sampled_from([0, 0, 2, 3, 5])),
+        n_random=n_random,
+        seed=draw(st.integers(0, 99)) if n_random else 0,
     )

@@ -18,6 +18,7 @@ from clearhead.layers import masks
 from clearhead.layers.masks import Mask
 from clearhead.layers.positions import Bias
 from clearhead.layers.relative_positions import Alibi, RelativeBuckets
+from clearhead.sparsity import Pattern
 
 # Sizes of every test here, all different: batch, heads, key heads, queries, keys, head width.
 B, H, K, T, S, E = 2, 6, 3, 7, 11, 5
@@ -58,12 +59,14 @@ class Facts:
     window: int = 0
     real: list[list[bool]] | None = None
     documents: list[list[list[int]]] = field(default_factory=list)
+    patterns: list[Pattern] = field(default_factory=list)
 
     def mask(self) -> Mask:
         parts = [masks.causal()] if self.causal else []
         parts += [masks.window(self.window)] if self.window else []
         parts += [masks.padding(torch.tensor(self.real))] if self.real else []
         parts += [masks.documents(torch.tensor(ids)) for ids in self.documents]
+        parts += [masks.sparse(pattern) for pattern in self.patterns]
         return reduce(and_, parts, Mask())
 
     def place(self, b: int, i: int) -> int:
@@ -82,11 +85,31 @@ class Facts:
             and (not self.causal or distance <= 0)
             and (not self.window or abs(distance) < self.window)
             and all(ids[b][i] == ids[b][j] for ids in self.documents)
+            and all(keeps(pattern, self.place_in_text(b, i), self.place_in_text(b, j)) for pattern in self.patterns)
         )
+
+    def place_in_text(self, b: int, i: int) -> int:
+        """The same, counted from where the token's document begins."""
+        if self.real is not None and not self.real[b][i]:
+            return -1
+        start = i
+        while start > 0 and all(ids[b][start - 1] == ids[b][i] for ids in self.documents):
+            start -= 1
+        return sum(self.real[b][start:i]) if self.real is not None else i - start
 
     def pairs(self, B: int, T: int, S: int) -> Tensor:
         """Every pair's answer, (B, T, S)."""
         return torch.tensor([[[self.may(b, t + S - T, j) for j in range(S)] for t in range(T)] for b in range(B)])
+
+
+def keeps(pattern: Pattern, query: int, key: int) -> bool:
+    """Whether a sparse pattern keeps a pair, kind by kind. What is drawn at random is its own to say."""
+    i, j = query // pattern.block, key // pattern.block
+    steps = [n * pattern.dilation for n in range(pattern.window)]
+    near = i - j in steps or j - i in steps
+    is_global = pattern.n_global > 0 and min(i, j) < pattern.n_global
+    strided = pattern.stride > 0 and (i - j) % pattern.stride == 0
+    return near or is_global or strided or (pattern.n_random > 0 and bool(pattern.keeps(query, key)))
 
 
 BIASES = ["none", "written", "written per row", "alibi", "t5", "t5 one way"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from clearhead.errors import InputError
 from clearhead.layers.attention import attend, attention_scores, attention_weights, choose_kernel, lower
-from clearhead.layers.masks import Mask, causal, documents, padding, window
+from clearhead.layers.masks import Mask, causal, documents, padding, sparse, window
 from clearhead.layers.relative_positions import Alibi, RelativeBuckets
 
 from . import drawn
@@ -293,13 +293,16 @@ def test_no_dropout_is_exact(kernel: str) -> None:
 def test_auto_takes_flex_only_where_it_wins(unchecked: None) -> None:
     cpu, gpu = torch.zeros(1), SimpleNamespace(is_cuda=True)
     narrow, packed = causal() & window(512), documents(torch.zeros(1, 16384, dtype=torch.long))
-    assert choose_kernel("auto", narrow, 16384, gpu, 0.0) == "flex"
-    assert choose_kernel("auto", packed, 16384, gpu, 0.0) == "flex"
-    assert choose_kernel("auto", causal(), 16384, gpu, 0.0) == "fused"
-    assert choose_kernel("auto", window(9001), 16384, gpu, 0.0) == "fused"  # hardly anything to skip
-    assert choose_kernel("auto", narrow, 1021, gpu, 0.0) == "fused"  # too short to pay
-    assert choose_kernel("auto", narrow, 16384, gpu, 0.1) == "fused"  # flex has no dropout
-    assert choose_kernel("auto", narrow, 16384, cpu, 0.0) == "fused"
+    assert choose_kernel("auto", narrow, 16384, 16384, gpu, 0.0) == "flex"
+    assert choose_kernel("auto", packed, 16384, 16384, gpu, 0.0) == "flex"
+    assert choose_kernel("auto", causal(), 16384, 16384, gpu, 0.0) == "fused"
+    assert choose_kernel("auto", window(9001), 16384, 16384, gpu, 0.0) == "fused"  # hardly anything to skip
+    assert choose_kernel("auto", narrow, 1021, 1021, gpu, 0.0) == "fused"  # too short to pay
+    assert choose_kernel("auto", narrow, 16384, 16384, gpu, 0.1) == "fused"  # flex has no dropout
+    assert choose_kernel("auto", narrow, 16384, 16384, cpu, 0.0) == "fused"
+    assert choose_kernel("auto", sparse("block=128, window=2"), 16384, 16384, gpu, 0.0) == "flex"
+    # a step with a cache, of a new length each time
+    assert choose_kernel("auto", sparse("block=128, window=2"), 1, 16384, gpu, 0.0) == "fused"
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int64])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from clearhead.kernels import tiles
 from clearhead.layers import block_sparse
 
 from . import drawn
@@ -20,7 +21,7 @@ SIDE, S = 3, 11  # blocks of 3 x 3 in place of 128 x 128: four a row, the last o
 
 def block_mask(facts: Facts, T: int) -> BlockMask:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_sparse, "BLOCK", SIDE)
+        patch.setattr(tiles, "BLOCK", SIDE)
         return block_sparse.block_mask(facts.mask(), T, S, CPU)
 
 

@@ -13,6 +13,11 @@ from hypothesis import strategies as st
 Fields = dict[str, Any]
 
 POSITIONS = ["sinusoidal", "learned", "rotary", "alibi", "t5", "none"]
+SPARSITY = [
+    "block=3, window=1, n_random=2",
+    "window=3, dilation=2, n_global=1",
+    "block=2, window=1, stride=3, n_random=1, seed=7",
+]
 BIASES = ["auto", "", "q", "kv", "qkv", "qvo", "o"]
 
 
@@ -55,6 +60,8 @@ def fields(
         feedforward=pick("relu", "gelu", "gelu_tanh", "silu", "relu2"),
         gated=draw(st.booleans()),
     )
+    if not (drawn | fixed)["window"]:
+        drawn |= dict(sparsity=pick("", "", *SPARSITY))
     if positions == "rotary":
         drawn |= dict(rotary_interleaved=draw(st.booleans()), rotary_original_len=7, rotary_base=pick(1e4, 30.0))
         drawn |= dict(rotary_scaling=pick("none", "linear", "llama3"), rotary_factor=pick(1.0, 3.0))

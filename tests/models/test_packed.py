@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from clearhead.errors import InputError
+from clearhead.kernels import tiles
 from clearhead.layers import block_sparse
 from clearhead.layers.masks import Mask, padding
 from clearhead.layers.packing import across, packed, packed_at
@@ -83,7 +84,7 @@ def test_each_text_sees_its_own_number(pairs: list[tuple[int, int]]) -> None:
     i, j = torch.meshgrid(torch.arange(T), torch.arange(S), indexing="ij")
     zero = torch.zeros_like(i)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_sparse, "BLOCK", 3)
+        patch.setattr(tiles, "BLOCK", 3)
         blocks = block_sparse.block_mask(mask, T, S, torch.device("cpu"))
     assert torch.equal(blocks.mask_mod(zero, zero, i, j), wanted)
     places = packed(one)[1]
