@@ -25,6 +25,8 @@ STEPS = [
     {"engine"},
     {"generation"},
     {"training"},
+    {"laws"},
+    {"exports"},
     {"explorer"},
     {"serving"},
     {"cli"},

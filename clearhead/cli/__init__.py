@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from clearhead.cli import (
+    check,
     classify,
     cost,
     demo,
@@ -54,6 +55,7 @@ COMMANDS = (
     draw,
     explore,
     serve,
+    check,
     doctor,
 )
 for command in COMMANDS:

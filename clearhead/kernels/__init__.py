@@ -37,7 +37,16 @@ from clearhead.kernels.attention import (
     takes_packed,
     text_attention,
 )
-from clearhead.kernels.checks import best_device, can_read, capture, has_triton, is_plain, is_watched, to_float64
+from clearhead.kernels.checks import (
+    best_device,
+    can_read,
+    capture,
+    has_triton,
+    is_plain,
+    is_watched,
+    to_float64,
+    torch_only,
+)
 from clearhead.kernels.packed import Packed
 
 __all__ = [
@@ -62,6 +71,7 @@ __all__ = [
     "text_attention",
     "to_float64",
     "top_log_probs",
+    "torch_only",
     "wants_tiles",
 ]
 
