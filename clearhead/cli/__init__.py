@@ -22,6 +22,7 @@ from clearhead.cli import (
     embed,
     evaluate,
     explore,
+    export,
     generate,
     presets,
     serve,
@@ -56,6 +57,7 @@ COMMANDS = (
     explore,
     serve,
     check,
+    export,
     doctor,
 )
 for command in COMMANDS:

@@ -47,12 +47,7 @@ def run(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Prove on your own model that every way to compute it agrees; exits with 1 if a law is broken.
-
-    \b
-    clearhead check runs/language-1 --text data/valid.txt
-    clearhead check --resume my.toml --steps 50
-    """
+    """Prove on your own model that every way to compute it agrees; exits with 1 if a law is broken."""
     given = {"--text": text, "--length": length, "--skip": skip, "--layers": layers}
     if (model is None) == (resume is None):
         raise InputError(

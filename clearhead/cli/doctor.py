@@ -34,6 +34,8 @@ EXTRAS = {
     "datasets": "data sets of Hugging Face",
     "tensorboard": "train.tensorboard",
     "constrain": "--regex, --json-schema, --choice",
+    "export": "export to onnx and ctranslate2, and the check of what was written",
+    "llamacpp": "the check of what is exported to gguf",
     "sentencepiece": "tokenizers in SentencePiece's own format",
 }
 

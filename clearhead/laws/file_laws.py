@@ -6,7 +6,7 @@ import importlib.util
 import json
 import tempfile
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from clearhead.checkpoint import load, save
+from clearhead.config import Config
 from clearhead.errors import CheckpointError, ConfigError
 from clearhead.laws.finding import OUTPUT, Comparison, Finding, Skip, same_bits
 from clearhead.laws.subject import Subject, Trace, trace
@@ -137,19 +138,26 @@ def load_theirs(folder: Path, model: Model) -> tuple[Any, str]:
 @torch.no_grad()
 def trace_theirs(theirs: Any, subject: Subject) -> Trace:
     """What transformers computes for the same arguments, under our names."""
-    config, args = subject.model.config, subject.args
-    if config.inputs == "patches":
-        named: dict[str, Tensor] = {"pixel_values": args[0]}
-    elif config.inputs == "frames":
-        named = {"input_features": args[0], "decoder_input_ids": args[1]}
-    else:
-        named = {"input_ids": args[0], "attention_mask": torch.ones_like(args[0])}
-        named |= {"decoder_input_ids": args[1]} if config.shape == "encoder-decoder" else {}
-    result = theirs(**named, output_hidden_states=True)
-    output = result.last_hidden_state if config.head == "none" else result.logits
+    config = subject.model.config
+    result = call_theirs(theirs, config, subject.args, output_hidden_states=True)
+    output = output_of(result, config)
     if config.positions == "sinusoidal" and not config.sinusoid_halves:
         return {OUTPUT: output}  # saved with the stream's coordinates in another order (families/original.py)
     return {OUTPUT: output, **layers_of(result, encoder_decoder=config.shape == "encoder-decoder")}
+
+
+def call_theirs(theirs: Any, config: Config, args: Sequence[Tensor], **options: Any) -> Any:
+    """A model of transformers, called with the arguments of ours."""
+    if config.inputs == "patches":
+        return theirs(pixel_values=args[0], **options)
+    if config.inputs == "frames":
+        return theirs(input_features=args[0], decoder_input_ids=args[1], **options)
+    target = {"decoder_input_ids": args[1]} if config.shape == "encoder-decoder" else {}
+    return theirs(input_ids=args[0], attention_mask=torch.ones_like(args[0]), **target, **options)
+
+
+def output_of(result: Any, config: Config) -> Tensor:
+    return result.last_hidden_state if config.head == "none" else result.logits
 
 
 def layers_of(result: Any, *, encoder_decoder: bool) -> Trace:
