@@ -84,7 +84,8 @@ def quantize(file: Path, *, external_data: bool) -> None:
         :
     ]  # shapes that the quantiser finds by itself, and that conflict with its own where it renames
     onnx.save(graph, str(full))
-    quantize_dynamic(full, file, weight_type=QuantType.QInt8, use_external_data_format=external_data)
+    # A scale for each column: with one for a whole weight the largest difference was twice as large.
+    quantize_dynamic(full, file, weight_type=QuantType.QInt8, per_channel=True, use_external_data_format=external_data)
     for each in file.parent.glob(f"{full.name}*"):
         each.unlink()
 
