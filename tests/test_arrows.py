@@ -26,6 +26,8 @@ STEPS = [
     {"engine"},
     {"generation"},
     {"training"},
+    {"laws"},
+    {"exports"},
     {"explorer"},
     {"serving"},
     {"cli"},

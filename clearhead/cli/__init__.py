@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from clearhead.cli import (
+    check,
     classify,
     contacts,
     cost,
@@ -22,6 +23,7 @@ from clearhead.cli import (
     embed,
     evaluate,
     explore,
+    export,
     generate,
     presets,
     serve,
@@ -58,6 +60,8 @@ COMMANDS = (
     draw,
     explore,
     serve,
+    check,
+    export,
     doctor,
 )
 for command in COMMANDS:

@@ -10,7 +10,6 @@ import re
 import shutil
 import statistics
 import sys
-import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -35,6 +34,8 @@ EXTRAS = {
     "datasets": "data sets of Hugging Face",
     "tensorboard": "train.tensorboard",
     "constrain": "--regex, --json-schema, --choice",
+    "export": "export to onnx and ctranslate2, and the check of what was written",
+    "llamacpp": "the check of what is exported to gguf",
     "sentencepiece": "tokenizers in SentencePiece's own format",
 }
 
@@ -171,14 +172,13 @@ def gpu_kernels() -> Finding:
 
 def compiler() -> Finding:
     """What torch.compile needs on the CPU."""
-    name = os.environ.get("CXX") or "g++"
-    headers = Path(sysconfig.get_path("include")) / "Python.h"
-    missing = [what for what, there in ((name, shutil.which(name)), ("Python.h", headers.is_file())) if not there]
-    if missing:
+    from clearhead.kernels.compiler import missing_for_compile
+
+    if missing := missing_for_compile():
         return Finding(
             "torch.compile", f"not on the CPU: no {' and no '.join(missing)}", install_hint("g++ python3-dev")
         )
-    return Finding("torch.compile", f"{shutil.which(name)}")
+    return Finding("torch.compile", f"{shutil.which(os.environ.get('CXX') or 'g++')}")
 
 
 def install_hint(packages: str) -> str:

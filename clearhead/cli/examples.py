@@ -41,6 +41,8 @@ EXAMPLES = {
         "clearhead explore MODEL 'The cat sat' --export page.html",
     ),
     "serve": ("clearhead serve MODEL --port 8000",),
+    "check": ("clearhead check MODEL --text held-out.txt", "clearhead check --resume my.toml --steps 50"),
+    "export": ("clearhead export MODEL --to onnx", "clearhead export MODEL --to gguf --type Q8_0 --out model.gguf"),
     "doctor": ("clearhead doctor", "clearhead doctor --json"),
 }
 

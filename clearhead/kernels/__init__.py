@@ -40,7 +40,16 @@ from clearhead.kernels.attention import (
     takes_packed,
     text_attention,
 )
-from clearhead.kernels.checks import best_device, can_read, capture, has_triton, is_plain, is_watched, to_float64
+from clearhead.kernels.checks import (
+    best_device,
+    can_read,
+    capture,
+    has_triton,
+    is_plain,
+    is_watched,
+    to_float64,
+    torch_only,
+)
 from clearhead.kernels.memory import require_memory
 from clearhead.kernels.packed import Packed
 from clearhead.kernels.sparse_strips import Strip, make_strips, strip_attention, takes_strips
@@ -75,6 +84,7 @@ __all__ = [
     "text_attention",
     "to_float64",
     "top_log_probs",
+    "torch_only",
     "wants_tiles",
 ]
 

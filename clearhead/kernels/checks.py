@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from torch._C import _len_torch_dispatch_stack as dispatch_modes  # pyright: ign
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
+from torch.utils._python_dispatch import TorchDispatchMode
 
 NO_FLOAT64 = ("mps",)  # devices without this type
 
@@ -25,6 +28,15 @@ def is_plain(*tensors: Tensor) -> bool:
         and not dispatch_modes()
         and peek_interpreter_stack() is None  # pyright: ignore[reportUnnecessaryComparison]
     )
+
+
+class torch_only(TorchDispatchMode):  # noqa: N801 - used as a function: with torch_only(): ...
+    """Inside, `is_plain` is False: torch's own operators compute everything, and no kernel of ours."""
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def is_watched(module: nn.Module) -> bool:

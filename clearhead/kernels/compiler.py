@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sysconfig
+from pathlib import Path
 
 from clearhead.kernels.native_library import cache_folder
 
@@ -14,3 +17,9 @@ def keep_compiled_code() -> None:
     from torch._functorch import config
 
     config.autograd_cache_allow_custom_autograd_functions = True
+
+
+def missing_for_compile() -> list[str]:
+    """What torch.compile needs on the CPU and does not find: a C++ compiler, Python's headers."""
+    name, headers = os.environ.get("CXX") or "g++", Path(sysconfig.get_path("include")) / "Python.h"
+    return [what for what, there in ((name, shutil.which(name)), ("Python.h", headers.is_file())) if not there]

@@ -84,7 +84,7 @@ class MultiHeadAttention(nn.Module):
         """x attends to itself, or to `memory`. With a cache, x follows the tokens that it holds."""
         if self.cross:
             q = self.q_norm(self._split(self.q_proj(x)))
-            k, v = self._source(memory, cache)
+            k, v = self.read_source(memory, cache)
         else:
             q, k, v = (self._split(part) for part in self.qkv(x))
             q, k = self.q_norm(q), self.k_norm(k)
@@ -99,7 +99,7 @@ class MultiHeadAttention(nn.Module):
     def _split(self, x: Float[Tensor, "B T _"]) -> Float[Tensor, "B h T E"]:
         return x.unflatten(-1, (-1, self.d_head)).transpose(1, 2)
 
-    def _source(self, memory: Float[Tensor, "B S D"] | None, cache: AnyLayerCache | None) -> tuple[Keys, Keys]:
+    def read_source(self, memory: Float[Tensor, "B S D"] | None, cache: AnyLayerCache | None) -> tuple[Keys, Keys]:
         """Keys and values of the encoder's output: computed once, then kept by the cache."""
         if cache is not None and cache.cross is not None:
             return cache.cross

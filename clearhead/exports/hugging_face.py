@@ -1,0 +1,75 @@
+"""A folder in Hugging Face's layout, with the tokenizer; verified by transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead.checkpoint import save
+from clearhead.data import Tokenizer
+from clearhead.errors import CheckpointError
+from clearhead.exports.verification import Verification, require, version_of
+from clearhead.exports.verification import verify as compare
+from clearhead.laws.file_laws import call_theirs, load_theirs, output_of, quiet_transformers
+from clearhead.models import Model
+
+
+class Transformers:
+    """A model of transformers."""
+
+    def __init__(self, theirs: Any, model: Model) -> None:
+        self.theirs, self.config = theirs, model.config
+
+    @torch.no_grad()
+    def outputs(self, args: Sequence[Tensor]) -> Tensor:
+        return output_of(call_theirs(self.theirs, self.config, args), self.config)
+
+    def write(self, source: Sequence[Tensor], prompt: list[int], n: int) -> list[int]:
+        ids = list(prompt)
+        for _ in range(n):
+            ids.append(int(self.outputs([*source, torch.tensor([ids])])[0, -1].argmax()))
+        return ids[len(prompt) :]
+
+
+def refuse(model: Model, tokenizer: Tokenizer | None, kind: str, verifying: bool) -> None:
+    """`save` refuses what the layout can not hold, before it writes."""
+    if verifying:
+        require("transformers", "transformers", "hf")
+
+
+def write(model: Model, tokenizer: Tokenizer | None, folder: Path, kind: str) -> None:
+    save(model, folder, format="hf")
+    if tokenizer is not None:
+        tokenizer.save(folder)
+
+
+def verify(model: Model, tokenizer: Tokenizer | None, folder: Path, kind: str) -> Verification:
+    with quiet_transformers():
+        theirs, wrong = load_theirs(folder, model)
+        if wrong:
+            raise CheckpointError(
+                f"transformers does not load this export: {wrong}; nothing was left behind; report it"
+            )
+        if tokenizer is not None:
+            check_tokenizer(tokenizer, folder)
+        return compare(model, Transformers(theirs, model), version_of("transformers"))
+
+
+SAMPLES = ("Hello world", "The year 1998, 12,345 apples.", "Grüße, café naïve", "  two  spaces\nand a line")
+
+
+def check_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """transformers makes the same ids of a few texts."""
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    for text in SAMPLES:
+        ours, found = tokenizer.encode(text), theirs(text)["input_ids"]
+        if ours != found:
+            raise CheckpointError(
+                f"transformers cuts {text!r} into other tokens: {found[:8]}, ours {ours[:8]}; nothing was left behind; report it"
+            )
