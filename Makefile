@@ -22,7 +22,8 @@ test: .venv/.installed page-packages ## Run all tests
 test-fast: .venv/.installed page-packages ## Run all tests but the slow ones, in about two minutes
 	@$(PYTEST) -m "not slow"
 
-test-faults: .venv/.installed ## Attack a server while a bystander asks, for about four minutes; print what the bystander saw
+test-faults: .venv/.installed ## Attack a server, simulate a million events of the engine: some minutes each; print what was survived
+	@$(BIN)/python -m tests.faults.simulation
 	@$(BIN)/python -m tests.serving.attack_table
 
 tools: ## Install what some tests need: Chromium, node, a C++ compiler (Debian, Ubuntu)
