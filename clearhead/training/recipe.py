@@ -82,6 +82,9 @@ class Train:
     decay: float = 0.2  # wsd: the share of steps in which the rate falls, at the end
     min_lr: float = 0.0  # the last rate of cosine and wsd, as a share of the highest
     clip: float = 1.0  # the largest norm of the gradients; 0: no clipping
+    max_skips: int = (
+        10  # so many steps in a row whose gradient is NaN or infinite change nothing; one more ends the run
+    )
     label_smoothing: float = 0.0
     mask_share: float = 0.15  # mask: the share of tokens to predict
     average: int = 0  # the result is the mean of so many last checkpoints (section 6.1 of the paper); 0: no averaging
