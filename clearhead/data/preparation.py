@@ -57,8 +57,14 @@ class Preparation:
         self._fingerprint = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
     def is_done(self) -> bool:
-        """Whether the folder already holds the store with this fingerprint."""
-        return (self.folder / "store.json").exists() and Store(self.folder).info.get("fingerprint") == self._fingerprint
+        """Whether the folder already holds the store with this fingerprint. All of it is read: a flipped bit is another token."""
+        if not (self.folder / "store.json").exists():
+            return False
+        store = Store(self.folder)
+        if store.info.get("fingerprint") != self._fingerprint:
+            return False
+        store.check()
+        return True
 
     def report_progress(self) -> None:
         if self._progress is not None:

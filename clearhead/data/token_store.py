@@ -1,6 +1,6 @@
 """A store of tokenised data: columns of numbers in memory-mapped files, written once. It may be larger than memory.
 
-store.json         the columns, what the store was made from, and the size and checksum of every other file
+store.json         the columns, what the store was made from, the size and checksum of every other file, and its own checksum
 NAME.bin           the values of column NAME
 NAME.offsets.bin   int64: the start of each row, and the end; only for columns whose rows differ in length
 """
@@ -25,6 +25,7 @@ from numpy.typing import DTypeLike, NDArray
 from clearhead.errors import CheckpointError, InputError, did_you_mean
 
 VERSION = 1
+SEAL = "checksum"  # of store.json itself
 _BLOCK = 2**20
 
 
@@ -58,6 +59,9 @@ class Store:
             content = json.loads((self.folder / "store.json").read_text(encoding="utf-8"))
             if content["version"] != VERSION:
                 raise _damaged(self.folder, f"its format is version {content['version']}, this program's {VERSION}")
+            seal = content.pop(SEAL, None)  # stores of before have none
+            if seal is not None and seal != _seal(content):
+                raise _damaged(self.folder, "store.json does not match its checksum")
             self.info: dict[str, Any] = content["info"]
             self._files: dict[str, dict[str, int]] = content["files"]
             columns: dict[str, Any] = content["columns"]
@@ -82,7 +86,7 @@ class Store:
         return len(next(iter(self._columns.values())))
 
     def check(self) -> None:
-        """Read every byte and compare the checksums. Opening a store compares only the sizes."""
+        """Read every byte and compare the checksums. Opening a store compares only the sizes, and the checksum of store.json."""
         for name, expected in self._files.items():
             crc = 0
             with (self.folder / name).open("rb") as file:
@@ -90,6 +94,11 @@ class Store:
                     crc = zlib.crc32(block, crc)
             if crc != expected["crc32"]:
                 raise _damaged(self.folder, f"{name} has checksum {crc:08x}, not {expected['crc32']:08x}")
+
+
+def _seal(content: Mapping[str, Any]) -> int:
+    """The checksum of all other fields of store.json."""
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def _map_file(file: Path, dtype: str) -> NDArray[Any]:
@@ -192,6 +201,7 @@ class StoreWriter:
             for name, dtype in self._dtypes.items()
         }
         content = {"version": VERSION, "columns": columns, "files": self._files, "info": self.info}
+        content[SEAL] = _seal(content)
         self._open["store.json"] = (self._temporary / "store.json").open("wb")
         self._open["store.json"].write(json.dumps(content, indent=2, ensure_ascii=False).encode())
         for file in self._open.values():
