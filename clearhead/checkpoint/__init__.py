@@ -4,6 +4,7 @@ loading.py                load: a model from a folder or a file
 saving.py                 save: a model to a folder, in our layout or Hugging Face's
 checkpoint.py             Checkpoint: what each reader returns
 weight_files.py           safetensors and torch files
+checksums.py              of files, configs and headers
 durable_files.py          new files, replaced texts, locks: whole after a kill
 run_checkpoint.py         the newest checkpoint of a run that goes on or was stopped
 gguf.py, gguf_file.py     llama.cpp's files

@@ -17,13 +17,14 @@ import torch
 from clearhead.checkpoint import gguf, llama2c, openai_whisper
 from clearhead.checkpoint.assignment import assign_weights
 from clearhead.checkpoint.checkpoint import Checkpoint, check_layers
+from clearhead.checkpoint.checksums import check_seal
 from clearhead.checkpoint.gguf_file import MAGIC
 from clearhead.checkpoint.hub import download
 from clearhead.checkpoint.image_size import resize_pictures
 from clearhead.checkpoint.run_checkpoint import newest_step, open_step, unfinished
 from clearhead.checkpoint.sentence_transformers import read_modules
 from clearhead.checkpoint.tensor_names import Match, expand, matches_any, pair_up
-from clearhead.checkpoint.weight_files import SAVED, Weights, open_weights, read_json
+from clearhead.checkpoint.weight_files import SAVED, SafeTensors, Weights, open_weights, read_json
 from clearhead.config import Config, Generation
 from clearhead.errors import CheckpointError, ConfigError, InputError, did_you_mean
 from clearhead.families import FAMILIES, family_of
@@ -154,7 +155,23 @@ def common_dtype(weights: Weights) -> torch.dtype:
     return counts.most_common(1)[0][0]
 
 
+def _check_saved(saved: Mapping[str, Any], weights: Weights) -> None:
+    """Compare the checksums of config.json and of the weights' headers. Files of a save that was changed by hand may have none."""
+    try:
+        check_seal(saved, {"clearhead", "model", "generation", "headers"})
+    except ValueError as error:
+        raise CheckpointError(f"config.json is damaged: {error}; fetch or save the model again") from None
+    headers = weights.headers if isinstance(weights, SafeTensors) else {}
+    for name, wanted in (saved.get("headers") or {}).items():
+        if headers.get(name) != wanted:
+            raise CheckpointError(
+                f"{name} is not the file that config.json was saved with: its header does not match its checksum; fetch or save "
+                f"both again"
+            )
+
+
 def _ours(saved: Mapping[str, Any], weights: Weights) -> Checkpoint:
+    _check_saved(saved, weights)
     try:
         config = Config.from_dict(saved["model"])
         saved_generation: Mapping[str, Any] = saved.get("generation") or {}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import warnings
-import zlib
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -17,10 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clearhead.checkpoint.checksums import check_seal, file_checksum
 from clearhead.checkpoint.weight_files import MemoryWeights, SafeTensors
 from clearhead.config import Config, Generation
 from clearhead.errors import CheckpointError, ConfigError
 from clearhead.models import Model, build
+
+FIELDS = {"state", "processes", "crc32", "model", "generation"}  # of state.json
 
 
 def describe(model: Model) -> dict[str, Any]:
@@ -35,19 +37,12 @@ def steps_of(run: Path) -> list[Path]:
 
 def read_state(step: Path) -> dict[str, Any]:
     """The content of a checkpoint's state.json. OSError, ValueError, KeyError or TypeError if a file is not as it was written."""
-    stored = json.loads((step / "state.json").read_text(encoding="utf-8"))
+    stored: dict[str, Any] = json.loads((step / "state.json").read_text(encoding="utf-8"))
+    check_seal(stored, FIELDS)
     for name, wanted in stored["crc32"].items():
-        if checksum(step / name) != wanted:
+        if file_checksum(step / name) != wanted:
             raise ValueError(f"{name} does not match its checksum")
     return stored
-
-
-def checksum(file: Path) -> int:
-    value = 0
-    with file.open("rb") as stream:
-        while block := stream.read(2**22):
-            value = zlib.crc32(block, value)
-    return value
 
 
 def newest_step(run: Path) -> Path | None:

@@ -3,7 +3,7 @@
 All files are first written to a hidden folder inside the target, which is on the same file system even where the target is a mount
 point. One rename of that folder to `.saved` makes the save valid: from then on `load` reads the model there. Then the files replace
 the old ones, config.json last, and only then are files of the old model that have no successor removed. So a kill or a failure at
-any moment leaves the old model or the new one. Each tensor has a checksum, which loading compares.
+any moment leaves the old model or the new one. Tensors, headers and our config.json have checksums, which loading compares.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from clearhead.checkpoint.checksums import seal
 from clearhead.checkpoint.durable_files import stage, sweep, sync_file, sync_folder
 from clearhead.checkpoint.hugging_face import write_hugging_face
 from clearhead.checkpoint.weight_files import SAVED, write_safetensors
@@ -73,7 +74,9 @@ def save(
         if (path / SAVED).is_dir():  # a save that was cut short after it had become valid
             _install(path)
         with stage(path, STAGE) as work:
-            _write_weights(work, state, shard_bytes)
+            headers = _write_weights(work, state, shard_bytes)
+            if format == "clearhead":
+                files["config.json"] = seal({**files["config.json"], "headers": headers})
             for name, value in files.items():
                 (work / name).parent.mkdir(exist_ok=True)
                 (work / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
@@ -138,7 +141,8 @@ def _ours(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return {"config.json": config}, {**model.state_dict(), **extras}
 
 
-def _write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int) -> None:
+def _write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int) -> dict[str, int]:
+    """Write one file, or several; returns the checksum of each one's header."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in state.items():
@@ -148,16 +152,19 @@ def _write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int) 
             size = 0
         shards[-1].append(name)
         size += nbytes
-    weight_map: dict[str, str] = {}
+    weight_map, headers = dict[str, str](), dict[str, int]()
     for number, names in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         # One shard at a time on the CPU, whatever device the model is on.
-        write_safetensors(folder / file, {name: state[name].detach().cpu().contiguous() for name in names})
+        headers[file] = write_safetensors(
+            folder / file, {name: state[name].detach().cpu().contiguous() for name in names}
+        )
         weight_map.update(dict.fromkeys(names, file))
     if len(shards) > 1:
         total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return headers
 
 
 def _install(path: Path) -> None:

@@ -36,7 +36,9 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SAVED = ".saved"  # inside a model's folder: a whole save whose files are not all in their places yet (saving.py)
-CHECKSUMS = "clearhead.crc32"  # the metadata key that holds a checksum for each tensor
+CHECKSUMS = (
+    "clearhead.crc32.tensors"  # the metadata key of a checksum for each tensor: of its name, type, shape and numbers
+)
 ALIGNMENT = 64  # bytes: torch's own tensors start at multiples of it, and so do the tensors in our files
 
 
@@ -70,6 +72,7 @@ class FileRange:
     file: Path
     start: int
     nbytes: int
+    label: bytes = b""  # name, type and shape, which the checksum begins with
     crc: int | None = None
 
 
@@ -131,7 +134,7 @@ class MappedWeights(Weights):
         with memoryview(self.maps[part.file]) as memory, memory[part.start : part.start + part.nbytes] as content:
             if len(content) < part.nbytes:
                 raise CheckpointError(f"{part.file.name} ends inside {name!r}; fetch or save it again")
-            if part.crc is not None and zlib.crc32(content) != part.crc:
+            if part.crc is not None and zlib.crc32(content, zlib.crc32(part.label)) != part.crc:
                 raise CheckpointError(
                     f"{part.file.name}: {name!r} does not match its checksum; the file was damaged, or only half of a "
                     f"save arrived; fetch or save it again"
@@ -143,6 +146,7 @@ class SafeTensors(MappedWeights):
 
     def __init__(self, files: Iterable[Path]) -> None:
         super().__init__()
+        self.headers: dict[str, int] = {}  # the checksum of each file's header
         for file in files:
             self._open(file)
 
@@ -153,14 +157,16 @@ class SafeTensors(MappedWeights):
                 pass
             with file.open("rb") as stream:
                 length = int.from_bytes(stream.read(8), "little")
-                header: dict[str, Any] = json.loads(stream.read(length))
+                text = stream.read(length)
+                header: dict[str, Any] = json.loads(text)
             self.map(file)
+            self.headers[file.name] = zlib.crc32(text.rstrip())
+            metadata = header.pop("__metadata__", None) or {}
+            checksums: dict[str, int] = json.loads(metadata.get(CHECKSUMS, "{}"))
         except OSError as error:
             raise CheckpointError(f"{file} can not be read ({error.strerror or error}); is the path right?") from None
         except Exception as error:  # safetensors raises errors of its own and of json
             raise CheckpointError(f"{file} is not a whole safetensors file ({error}); fetch or save it again") from None
-        metadata = header.pop("__metadata__", None) or {}
-        checksums: dict[str, int] = json.loads(metadata.get(CHECKSUMS, "{}"))
         for name, entry in header.items():
             if name in self.ranges:
                 raise CheckpointError(
@@ -171,30 +177,40 @@ class SafeTensors(MappedWeights):
             begin, end = entry["data_offsets"]
             self.shapes[name] = tuple(entry["shape"])
             self.dtypes[name] = DTYPES[entry["dtype"]]
-            self.ranges[name] = FileRange(file, 8 + length + begin, end - begin, checksums.get(name))
+            label = _label(name, entry)
+            self.ranges[name] = FileRange(file, 8 + length + begin, end - begin, label, checksums.get(name))
 
 
-def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+def _label(name: str, entry: Mapping[str, Any]) -> bytes:
+    return f"{name} {entry['dtype']} {list(entry['shape'])}".encode()
+
+
+def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> int:
     """Write contiguous CPU tensors to one file: a header, then the numbers, wide types first and else in the order given.
+
+    Returns the header's checksum.
 
     A model's q, k and v thus lie one after the other, as `read_stacked` needs them. Equal tensors make equal files.
     """
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
     memory = {name: tensors[name].view(-1).view(torch.uint8).numpy().data for name in order if tensors[name].numel()}
-    checksums = {name: zlib.crc32(memory[name]) if name in memory else 0 for name in order}
-    header: dict[str, Any] = {"__metadata__": {CHECKSUMS: json.dumps(checksums), "format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {}}
+    checksums: dict[str, int] = {}
     at = 0
     for name in order:
         tensor = tensors[name]
         place = [at, at + tensor.nbytes]
         header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        checksums[name] = zlib.crc32(memory.get(name, b""), zlib.crc32(_label(name, header[name])))
         at = place[1]
+    header["__metadata__"] = {CHECKSUMS: json.dumps(checksums), "format": "pt"}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text = text.ljust(-(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT - 8)
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for numbers in memory.values():
             stream.write(numbers)
+    return zlib.crc32(text.rstrip())
 
 
 class MemoryWeights(Weights):

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clearhead.checkpoint.checksums import file_checksum, seal
 from clearhead.checkpoint.durable_files import sync_file, sync_folder, write_new
-from clearhead.checkpoint.run_checkpoint import checksum, plain_errors, read_state, read_tensors
+from clearhead.checkpoint.run_checkpoint import plain_errors, read_state, read_tensors
 from clearhead.errors import CheckpointError
 from clearhead.training.distributed import Processes
 
@@ -108,10 +109,10 @@ class Checkpoints:
     def _complete(self, work: Path, final: Path, state: State) -> None:
         sums: dict[str, int] = {}
         for file in sorted(work.iterdir()):
-            sums[file.name] = checksum(file)
+            sums[file.name] = file_checksum(file)
             sync_file(file)
         facts = {"state": asdict(state), "processes": self.processes.world_size, "crc32": sums, **self.describes}
-        text = json.dumps(facts, indent=2)
+        text = json.dumps(seal(facts), indent=2)
         write_new(work / "state.json", (text + "\n").encode())
         sync_folder(work)
         shutil.rmtree(final, ignore_errors=True)

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import random
 import shutil
 import stat
 import subprocess
@@ -98,6 +99,50 @@ def test_a_changed_byte_is_noticed(tmp_path: Path) -> None:
     file.write_bytes(bytes(data))
     with pytest.raises(CheckpointError, match="checksum"):
         load(tmp_path / "x")
+
+
+@pytest.mark.parametrize("format", ["clearhead", "hf"])
+def test_another_type_in_the_header_is_noticed(tmp_path: Path, format: Any) -> None:
+    """F32 and I32 have the same size: the numbers were read as integers, and their checksum was right."""
+    save(tiny("gpt2").float(), tmp_path / "x", format=format)
+    file = tmp_path / "x" / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"F32"', b'"I32"', 1))
+    with pytest.raises(CheckpointError, match="checksum"):
+        load(tmp_path / "x")
+
+
+def test_no_flipped_bit_of_config_or_header_loads_another_model(tmp_path: Path) -> None:
+    """Each load fails with one line, or gives the same model: a space of the JSON was changed."""
+    model, draw = tiny("gpt2"), random.Random(0)
+    folder = save(model, tmp_path / "x")
+    n_header = 8 + int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
+    wrong = 0
+    for name, n in (("config.json", (folder / "config.json").stat().st_size), ("model.safetensors", n_header)):
+        whole = (folder / name).read_bytes()
+        for at in draw.sample(range(n), 150):
+            changed = bytearray(whole)
+            changed[at] ^= 1 << draw.randrange(7)
+            (folder / name).write_bytes(bytes(changed))
+            try:
+                assert same(model, load(folder)), (name, at)
+            except CheckpointError:
+                wrong += 1
+        (folder / name).write_bytes(whole)
+    assert wrong > 200
+
+
+def test_a_config_changed_on_purpose(tmp_path: Path) -> None:
+    folder = save(tiny("gpt2"), tmp_path / "x")
+    content = json.loads((folder / "config.json").read_text())
+    content["generation"]["eos"] = [5]
+    (folder / "config.json").write_text(json.dumps(content))
+    with pytest.raises(
+        CheckpointError, match=r"config.json is damaged: .* changed on purpose, remove its field 'checksum'"
+    ):
+        load(folder)
+    del content["checksum"]
+    (folder / "config.json").write_text(json.dumps(content))
+    assert load(folder).generation.eos == (5,)
 
 
 def test_a_read_only_folder_gives_one_line_and_keeps_what_was_there(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -132,12 +133,22 @@ def damage_state(checkpoint: Path) -> None:
     (checkpoint / "state.json").write_text('{"state": {"step', encoding="utf-8")
 
 
+def change_state(checkpoint: Path) -> None:
+    """One digit: JSON still, and every tensor whole."""
+    file = checkpoint / "state.json"
+    text = re.sub(r'("tokens": )(\d)', lambda found: f"{found[1]}{int(found[2]) ^ 1}", file.read_text(encoding="utf-8"))
+    assert text != file.read_text(encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
+
+
 def remove_state(checkpoint: Path) -> None:
     (checkpoint / "state.json").unlink()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", [damage_byte, damage_length, remove_tensors, damage_state, remove_state])
+@pytest.mark.parametrize(
+    "damage", [damage_byte, damage_length, remove_tensors, damage_state, change_state, remove_state]
+)
 def test_a_damaged_checkpoint_is_passed_over(damage: Callable[[Path], None], tmp_path: Path) -> None:
     recipe = make_recipe("translate", tmp_path, keep="last")
     train(recipe, tmp_path / "alone")
