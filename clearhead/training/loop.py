@@ -85,12 +85,10 @@ def train(
             meter.add(batch, *trainer.step(batch, state.step))
             state.step += 1
 
-            if is_due(state.step, t.log_every, t):
-                count_skips(meter, state, t, out, show)
-                if meter.norms:  # else all steps were skipped
-                    row = meter.row(state, {"lr": lr * trainer.max_lr})
-                    log.write(row)
-                    show.step(row)
+            if is_due(state.step, t.log_every, t) and count_skips(meter, state, t, out, show):
+                row = meter.row(state, {"lr": lr * trainer.max_lr})
+                log.write(row)
+                show.step(row)
             is_best = False
             if is_due(state.step, t.evaluate_every, t):
                 with meter.paused():
@@ -101,7 +99,6 @@ def train(
             stop = should_stop(interrupts, processes, state, t)
             if is_best or stop or is_due(state.step, t.checkpoint_every, t):
                 count_skips(meter, state, t, out, show)
-                state.accumulate = task.accumulate
                 meter.stamp(state)
                 with meter.paused():
                     checkpoints.write(state, trainer.tensors)
@@ -173,8 +170,11 @@ def is_due(step: int, every: int, t: Train) -> bool:
     return step % every == 0 or step == t.steps
 
 
-def count_skips(meter: Meter, state: State, t: Train, out: Path, show: Callbacks) -> None:
-    """Report the steps that were skipped since the last call; end the run if there were too many in a row."""
+def count_skips(meter: Meter, state: State, t: Train, out: Path, show: Callbacks) -> bool:
+    """Report the steps that were skipped since the last call; end the run if there were too many in a row.
+
+    Returns whether there are others to write a row about.
+    """
     n = meter.drop_skipped(state)
     if state.skips > t.max_skips:
         raise ConfigError(
@@ -186,6 +186,7 @@ def count_skips(meter: Meter, state: State, t: Train, out: Path, show: Callbacks
             f"{n:,} step{'s' * (n > 1)} up to step {state.step:,} changed nothing: the gradient was NaN or infinite (more than "
             f"train.max_skips={t.max_skips} in a row end the run)"
         )
+    return bool(meter.norms)
 
 
 def is_out_of_patience(state: State, t: Train) -> bool:

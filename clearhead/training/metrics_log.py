@@ -92,8 +92,9 @@ class Meter:
         return n
 
     def stamp(self, state: State) -> None:
-        """Write time, tokens and the sums since the last row into the state that is saved."""
+        """Write time, tokens, parts of a batch and the sums since the last row into the state that is saved."""
         self._clock(state)
+        state.accumulate = self.task.accumulate
         state.losses = self.processes.sum(torch.stack(self.losses)).tolist() if self.losses else []
         state.lengths, state.predictions = [float(x) for x in self.norms], sum(self.predictions)
 

@@ -4,8 +4,8 @@
 .venv/bin/python -m tests.faults.byte_flips --share 0.05 --seed 3 # some of them, drawn from this seed
 
 Files: a model's config.json and model.safetensors (header and numbers), a checkpoint of a run (state.json and tensors), a store of
-tokens. A byte is replaced by another one, drawn from the seed. What is the same after it (a space for a line break in JSON) is counted
-as harmless.
+tokens. A byte is replaced by another one, drawn from the seed. What reads the same after it (a space for a line break in JSON) is
+counted as harmless.
 """
 
 from __future__ import annotations
