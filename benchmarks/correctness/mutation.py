@@ -5,11 +5,11 @@
     python benchmarks/correctness/mutation.py --sample 40 --rooms sampling      one room
     python benchmarks/correctness/mutation.py --sample 500 --show               only what is known so far, and the survivors
 
-The mutants are those of mutmut: a number plus one, < for <=, `and` for `or`, an argument left out, None for a value, a string changed.
-A sample is drawn from the seed. Each mutant is written into a copy of the project, where the tests of its room and of those that use it
-run (without those marked slow, unless --slow), until one fails or the time is up. Only a test that fails counts as noticing; a mutant
-whose time is up is counted apart, as it may be an endless loop or a slow machine. Results are appended to a file: a run that is stopped
-goes on where it was.
+The mutants are those of mutmut: a number plus one, < for <=, `and` for `or`, an argument left out, None for a value, a string
+changed. A sample is drawn from the seed. Each mutant is written into a copy of the project, where the tests of its room and of
+those that use it run (without those marked slow, unless --slow), until one fails or the time is up. Only a test that fails counts
+as noticing; a mutant whose time is up is counted apart, as it may be an endless loop or a slow machine. Results are appended to a
+file: a run that is stopped goes on where it was.
 """
 
 from __future__ import annotations
