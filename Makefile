@@ -22,7 +22,10 @@ test: .venv/.installed page-packages ## Run all tests
 test-fast: .venv/.installed page-packages ## Run all tests but the slow ones, in about two minutes
 	@$(PYTEST) -m "not slow"
 
-test-faults: .venv/.installed ## Attack a server while a bystander asks, for about four minutes; print what the bystander saw
+test-faults: .venv/.installed ## Inject faults: the engine's events, the disk's calls, changed bytes, attacks on a server; print what was survived
+	@$(BIN)/python -m tests.faults.simulation
+	@$(BIN)/python -m tests.faults.disk_faults --kills 100
+	@$(BIN)/python -m tests.faults.byte_flips
 	@$(BIN)/python -m tests.serving.attack_table
 
 tools: ## Install what some tests need: Chromium, node, a C++ compiler (by apt as root; elsewhere Chromium by playwright)

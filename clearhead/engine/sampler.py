@@ -79,12 +79,15 @@ def sample_tokens(group: SamplingGroup, logits: Float[Tensor, "n V"], runner: Mo
     constrained = any(sequence.constraints for sequence in sequences)
     greedy = processor.is_identity and processor.strategy.temperature == 0 and not constrained
     needs_logits = not (greedy and runner.has_argmax) or group.scored or bool(group.alternatives)
-    logits = logits[group.logit_rows] if needs_logits and group.logit_rows is not None else logits
-    failed = None
-    if greedy and runner.has_argmax:
-        tokens = runner.tokens[: len(sequences)] if group.logit_rows is None else runner.tokens[group.rows]
-    elif greedy:
-        tokens = runner.tokens[group.rows] = logits.argmax(-1)
+    is_part = group.logit_rows is not None
+    logits = logits[group.logit_rows] if needs_logits and is_part else logits
+    if greedy:
+        if runner.has_argmax:
+            tokens = runner.tokens[group.rows] if is_part else runner.tokens[: len(sequences)]
+        else:
+            tokens = runner.tokens[group.rows] = logits.argmax(-1)
+        # NaN if one is: argmax counts it as the largest.
+        best = logits[group.logit_rows, tokens] if is_part and not needs_logits else logits.gather(1, tokens[:, None])
     else:
         steps = to_device(np.array([sequence.n_scheduled for sequence in sequences]), runner.device)
         history = None
@@ -96,9 +99,9 @@ def sample_tokens(group: SamplingGroup, logits: Float[Tensor, "n V"], runner: Mo
             allowed = grammar_masks(sequences, processor.vocab_size, runner.device)
             processed = processed.masked_fill(~allowed, -math.inf)
         tokens = runner.tokens[group.rows] = processor.strategy.choose(processed, group.seeds, steps)
-        failed = ~(processed > -math.inf).any(-1)
+        best = processed.amax(-1)  # NaN if one is
         logits = processed if processor.strategy.timestamps else logits  # what its scores are of
-    outputs: list[Tensor] = [tokens if failed is None else tokens.masked_fill(failed, NO_TOKEN)]
+    outputs: list[Tensor] = [tokens.masked_fill(~(best.flatten() > -math.inf), NO_TOKEN)]
     if group.scored or group.alternatives:
         log_probs = upcast(logits).log_softmax(-1)
         outputs.append(log_probs.gather(1, tokens[:, None])[:, 0])

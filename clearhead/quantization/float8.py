@@ -103,7 +103,9 @@ class Products:
     def refresh(self) -> None:
         """A step has passed: scales follow what was seen in it, and weights are rounded anew."""
         seen = [largest for product in self.each for largest in product.largest]
-        self.history.copy_(torch.cat([torch.stack(seen)[None], self.history[:-1]]))
+        largest = torch.stack(seen)
+        largest = torch.where(largest.isfinite(), largest, self.history[0])  # of a step that was skipped
+        self.history.copy_(torch.cat([largest[None], self.history[:-1]]))
         torch._foreach_zero_(seen)  # pyright: ignore[reportPrivateUsage]
         self.settle()
 

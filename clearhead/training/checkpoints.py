@@ -40,6 +40,9 @@ class State:
     losses: list[float] = field(default_factory=list)  # of each step since the last row of metrics.jsonl
     lengths: list[float] = field(default_factory=list)  # the gradients' norm of each of these steps
     predictions: int = 0
+    skipped: int = 0  # steps whose gradient was NaN or infinite, which changed nothing
+    skips: int = 0  # so many of the last steps in a row
+    accumulate: int = 0  # parts of a batch, if memory did not suffice for as many as the recipe says
 
 
 class Checkpoints:

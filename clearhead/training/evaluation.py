@@ -75,6 +75,11 @@ def evaluate(
             sums += weight * torch.stack([kernels.to_float64(x) for x in (loss, correct, task.count(batch))])
     progress(len(batches), len(batches))
     loss, correct, count = processes.sum(sums).tolist()
+    if not math.isfinite(loss):
+        raise ConfigError(
+            f"the loss on held-out data is no number (got {loss}): the weights are spoilt; in training, train.lr={train.lr} may be "
+            f"too high: lower it, or set train.clip (now {train.clip}); the checkpoints before are unharmed"
+        )
     row: dict[str, Any] = task.metrics(loss, correct, count)
     # A sharded model can not generate in one process: the first process generates with a whole copy.
     writer = objective.model if processes.world_size == 1 else gather_model(objective.model)

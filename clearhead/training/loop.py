@@ -120,8 +120,7 @@ def run_steps(recipe: Recipe, trainer: Trainer, out: Path, interrupts: Interrupt
             meter.add(batch, *trainer.step(batch, state.step))
             state.step += 1
 
-            if is_due(state.step, t.log_every, t):
-                check_finite(meter, state, t, out)
+            if is_due(state.step, t.log_every, t) and count_skips(meter, state, t, out, show):
                 row = meter.row(state, {"lr": lr * trainer.max_lr})
                 log.write(row)
                 show.step(row)
@@ -134,7 +133,7 @@ def run_steps(recipe: Recipe, trainer: Trainer, out: Path, interrupts: Interrupt
                 show.evaluated(row)
             stop = should_stop(interrupts, processes, state, t)
             if is_best or stop or is_due(state.step, t.checkpoint_every, t):
-                check_finite(meter, state, t, out)
+                count_skips(meter, state, t, out, show)
                 meter.stamp(state)
                 with meter.paused():
                     checkpoints.write(state, trainer.tensors)
@@ -210,13 +209,23 @@ def is_due(step: int, every: int, t: Train) -> bool:
     return step % every == 0 or step == t.steps
 
 
-def check_finite(meter: Meter, state: State, t: Train, out: Path) -> None:
-    """Before anything is written. All processes share the gradients' norm: it is no number if any loss is none."""
-    if not meter.is_finite():
+def count_skips(meter: Meter, state: State, t: Train, out: Path, show: Callbacks) -> bool:
+    """Report the steps that were skipped since the last call; end the run if there were too many in a row.
+
+    Returns whether there are others to write a row about.
+    """
+    n = meter.drop_skipped(state)
+    if state.skips > t.max_skips:
         raise ConfigError(
-            f"the loss or its gradient is no number any more, at step {state.step} or shortly before; train.lr={t.lr} may be too "
-            f"high: lower it, or set train.clip (now {t.clip}); the last checkpoint is unharmed: {out}"
+            f"the gradients of the last {state.skips:,} steps are no number (NaN or infinite), at step {state.step:,}; "
+            f"train.lr={t.lr} may be too high: lower it, or set train.clip (now {t.clip}); the checkpoints are unharmed: {out}"
         )
+    if n:
+        show.note(
+            f"{n:,} step{'s' * (n > 1)} up to step {state.step:,} changed nothing: the gradient was NaN or infinite (more than "
+            f"train.max_skips={t.max_skips} in a row end the run)"
+        )
+    return bool(meter.norms)
 
 
 def is_out_of_patience(state: State, t: Train) -> bool:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ class Meter:
     def _clear(self) -> None:
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []  # of the gradients
-        self.predictions = self.tokens = self.steps = 0
+        self.predictions: list[int] = []
+        self.tokens = self.steps = self.n_counted = 0
         self.began = time.perf_counter()
 
     def start(self, state: State) -> None:
@@ -70,7 +72,8 @@ class Meter:
         self._clear()
         losses = [x * self.processes.is_first for x in state.losses]  # they are sums over all processes
         self.losses, self.norms = (list(self._tensor(x)) for x in (losses, state.lengths))
-        self.predictions = state.predictions
+        self.predictions = [state.predictions, *[0] * len(losses)][: len(losses)]  # only their sum matters
+        self.n_counted = len(losses)
         self.tokens_before, self.seconds_before = state.tokens, state.seconds
         self.all_tokens, self.first = 0, time.perf_counter()
 
@@ -78,20 +81,30 @@ class Meter:
         """Count one step. Nothing is read from the device here: that would wait for it."""
         self.losses.append(loss)
         self.norms.append(norm)
-        self.predictions += batch.predictions
+        self.predictions.append(batch.predictions)
         self.steps += 1
         self.tokens += batch.tokens
         self.all_tokens += batch.tokens
 
-    def is_finite(self) -> bool:
-        """Whether all gradients since the last row were finite."""
-        return not self.norms or bool(torch.stack(self.norms).isfinite().all())
+    def drop_skipped(self, state: State) -> int:
+        """Leave out the steps that were skipped, and count them in the state. Returns how many there were since the last call."""
+        if not self.norms:
+            return 0
+        is_kept: list[bool] = torch.stack(self.norms).isfinite().tolist()  # the same on all processes
+        for kept in is_kept[self.n_counted :]:
+            state.skips = 0 if kept else state.skips + 1
+        self.losses, self.norms = list(compress(self.losses, is_kept)), list(compress(self.norms, is_kept))
+        self.predictions = list(compress(self.predictions, is_kept))
+        self.n_counted, n = len(self.norms), is_kept.count(False)
+        state.skipped += n
+        return n
 
     def stamp(self, state: State) -> None:
-        """Write time, tokens and the sums since the last row into the state that is saved."""
+        """Write time, tokens, parts of a batch and the sums since the last row into the state that is saved."""
         self._clock(state)
+        state.accumulate = self.task.accumulate
         state.losses = self.processes.sum(torch.stack(self.losses)).tolist() if self.losses else []
-        state.lengths, state.predictions = [float(x) for x in self.norms], self.predictions
+        state.lengths, state.predictions = [float(x) for x in self.norms], sum(self.predictions)
 
     def _clock(self, state: State) -> None:
         state.tokens = self.tokens_before + self.all_tokens
@@ -102,7 +115,8 @@ class Meter:
 
     def row(self, state: State, more: Mapping[str, float]) -> Row:
         """A line of metrics.jsonl about the steps since the last one."""
-        loss = float(self.processes.sum(kernels.to_float64(torch.stack(self.losses).sum()))) / max(self.predictions, 1)
+        loss = kernels.to_float64(torch.stack(self.losses).sum())
+        loss = float(self.processes.sum(loss)) / max(sum(self.predictions), 1)
         norm = float(torch.stack(self.norms).mean())
         seconds = time.perf_counter() - self.began
         self._clock(state)
@@ -110,6 +124,7 @@ class Meter:
         row["tokens_per_second"] = self.tokens / seconds
         row["utilisation"] = self.steps * self.flops / seconds / self.peak / self.processes.world_size
         row |= {"seconds": state.seconds, "tokens": state.tokens, "epoch": self.task.epoch(state.step)}
+        row |= {"skipped": state.skipped} if state.skipped else {}
         self._clear()
         return row
 

@@ -85,8 +85,15 @@ class Optimizers:
                 else:
                     group["lr"] = group["max_lr"] * share
 
-    def step(self) -> None:
+    def step(self, skip: Tensor | None = None) -> None:
+        """One update. Where `skip` is True on the device, nothing changes."""
         for optimizer in self.all:
+            if skip is not None and isinstance(optimizer, Muon):
+                optimizer.skip = skip
+            elif skip is not None and optimizer.defaults["fused"]:
+                optimizer.found_inf = skip.float()  # type: ignore[attr-defined]  # what torch's GradScaler tells it by
+            elif skip is not None and bool(skip):  # shards: processes wait for each other anyway
+                continue
             optimizer.step()
 
     def zero_grad(self) -> None:
@@ -136,6 +143,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=0.0))
         self.parts = parts or {}
+        self.skip: Tensor | None = None  # if True, the next step changes nothing
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -146,12 +154,17 @@ class Muon(torch.optim.Optimizer):
                 continue
             grads: list[Tensor] = [p.grad for p in parameters]
             moments: list[Tensor] = [self.state[p]["momentum"] for p in parameters]
+            lr = group["lr"]
+            if self.skip is not None:  # the moments move towards themselves, and the weights by 0
+                skip = self.skip.to(grads[0].device)
+                grads = [torch.where(skip, moment, grad) for moment, grad in zip(moments, grads, strict=True)]
+                lr = lr * (~skip).double()
             torch._foreach_lerp_(moments, grads, 1 - group["momentum"])
             torch._foreach_lerp_(grads, moments, group["momentum"])  # Nesterov momentum
             if group["weight_decay"]:
-                torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
             steps = self._orthogonal(parameters, grads)
-            torch._foreach_mul_(steps, group["lr"])
+            torch._foreach_mul_(steps, lr)
             torch._foreach_sub_(parameters, steps)
 
     def _orthogonal(self, parameters: list[nn.Parameter], grads: list[Tensor]) -> list[Tensor]:

@@ -36,7 +36,7 @@ def split_rows(rows: Rows, rank: int, world_size: int, accumulate: int) -> list[
 
 def make_step_batch(task: Task, step: int, processes: Processes) -> StepBatch:
     rows = task.rows(step)
-    parts = split_rows(rows, processes.rank, processes.world_size, task.recipe.train.accumulate)
+    parts = split_rows(rows, processes.rank, processes.world_size, task.accumulate)
     batches = [(to_device(task.batch(part, step), processes.device), weight) for part, weight in parts]
     return StepBatch(batches, task.predictions(rows), task.tokens(rows))
 

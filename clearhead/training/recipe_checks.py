@@ -19,7 +19,8 @@ def check_values(recipe: Recipe) -> None:
         "train": dict(
             steps=1, batch_tokens=1, accumulate=1, warmup=0, average=0, patience=0, lora_rank=0, log_every=1, seed=0
         )
-        | dict(evaluate_every=1, checkpoint_every=1, samples=0, score_rows=0, beams=1, evaluate_rows=-1, threads=0),
+        | dict(evaluate_every=1, checkpoint_every=1, samples=0, score_rows=0, beams=1, evaluate_rows=-1, threads=0)
+        | dict(max_skips=0),
         "data": dict(vocab_size=1, length=2, shift=0),
     }
     for part, table in (("train", train), ("data", data)):

@@ -63,6 +63,9 @@ class Train:
     decay: Annotated[float, "wsd: the share of steps in which the rate falls, at the end"] = 0.2
     min_lr: Annotated[float, "the last rate of cosine and wsd, as a share of the highest"] = 0.0
     clip: Annotated[float, "the largest norm of the gradients; 0: no clipping"] = 1.0
+    max_skips: Annotated[
+        int, "so many steps in a row whose gradient is NaN or infinite change nothing; one more ends the run"
+    ] = 10
     label_smoothing: Annotated[float, "the share of the target's probability that is spread over all tokens"] = 0.0
     mask_share: Annotated[float, "mask: the share of tokens to predict"] = 0.15
     average: Annotated[

@@ -78,6 +78,9 @@ class ForwardBackward:
 class Update:
     """From gradients to new weights, and to the fp8 copies of them if there are `products`; returns the gradients' norm.
 
+    Gradients whose norm is NaN or infinite change nothing: neither weights nor the optimizers' state. The device decides that, so
+    that the CPU does not wait for it.
+
     With a recorder, the first call runs, and warms up; the second records a CUDA graph.
     """
 
@@ -105,7 +108,7 @@ class Update:
 
     def run(self) -> Tensor:
         norm = gather(nn.utils.clip_grad_norm_(self.optimizers.parameters(), self.clip or math.inf))
-        self.optimizers.step()
+        self.optimizers.step(skip=~norm.isfinite())
         self.optimizers.zero_grad()
         if self.products is not None:
             self.products.refresh()

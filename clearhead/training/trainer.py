@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from clearhead.engine.cuda_graphs import Recorder
+from clearhead.errors import ConfigError
 from clearhead.quantization.float8 import Products
 from clearhead.training.callbacks import Callbacks
 from clearhead.training.checkpoints import Checkpoints, State
@@ -34,7 +35,7 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, task: Task, processes: Processes, show: Callbacks) -> None:
         t, device = recipe.train, processes.device
-        self.task, self.processes, self.options = task, processes, t
+        self.task, self.processes, self.options, self.note = task, processes, t, show.note
         self.progress = show.progress("evaluating")
         check = partial(check_step, task=task, processes=processes)
         self.model = initial_model(recipe, task.facts, check).to(device).train()
@@ -72,6 +73,7 @@ class Trainer:
         found = checkpoints.newest()
         if found is not None:
             checkpoints.read(found[0], self.tensors)
+            self.task.accumulate = max(self.task.accumulate, found[1].accumulate)
             if self.products is not None:
                 self.products.settle()
             return found[1]
@@ -84,15 +86,53 @@ class Trainer:
     def step(self, batch: StepBatch, step: int) -> tuple[Tensor, Tensor]:
         """The gradient of the mean loss over the whole batch (all its parts, on all processes), then the update.
 
-        Returns the sum of this process's losses, and the gradients' norm.
+        If memory does not suffice, the batch is computed again in twice as many parts, this one and all later ones. Returns the
+        sum of this process's losses, and the gradients' norm.
         """
+        if len(batch.parts) < self.task.accumulate:  # made before the last one failed
+            batch = make_step_batch(self.task, step, self.processes)
+        while (total := self._try_gradients(batch, step)) is None:
+            self._halve()
+            batch = make_step_batch(self.task, step, self.processes)
+        return total, self.update()
+
+    def _try_gradients(self, batch: StepBatch, step: int) -> Tensor | None:
+        """The gradients of a batch, and the sum of its losses; None if memory did not suffice."""
+        try:
+            return self._gradients(batch, step)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        return None  # out here: the error holds the memory of the failed pass
+
+    def _halve(self) -> None:
+        """From now on batches are computed in twice as many parts."""
+        self.optimizers.zero_grad()
+        self.forward_backward.graphs.clear()
+        if self.processes.device.type == "cuda":
+            torch.cuda.empty_cache()
+        n_parts = self.task.accumulate
+        rows = max(1, self.task.shape[0] // n_parts)
+        if self.processes.world_size > 1 or rows == 1:
+            why = "one row is too much" if rows == 1 else "several processes can not change their parts while they run"
+            raise ConfigError(
+                f"memory does not suffice for a step in train.accumulate={n_parts} parts, of about {rows} rows each, and {why}; "
+                f"raise train.accumulate, lower train.batch_tokens or data.length, or set train.checkpointing=true"
+            )
+        self.task.accumulate *= 2
+        self.note(
+            f"memory does not suffice for {n_parts} part{'s' * (n_parts > 1)} of a batch: from here on it is computed in "
+            f"{self.task.accumulate}, whose gradients are added (train.accumulate)"
+        )
+
+    def _gradients(self, batch: StepBatch, step: int) -> Tensor:
         total = torch.zeros((), device=self.processes.device)
         for number, (part, weight) in enumerate(batch.parts):
             seed_dropout(self.options.seed, step, number, self.processes.rank)
             with no_sync(self.parallel, number < len(batch.parts) - 1):
                 # Processes average their gradients; the mean over all predictions needs their sum.
                 total += weight * self.forward_backward(part, weight * self.processes.world_size / batch.predictions)
-        return total, self.update()
+        return total
 
     def evaluate(self, *, final: bool = False) -> dict[str, Any]:
         """The metrics on held-out data; `final`: on all of it."""
@@ -122,3 +162,8 @@ class Trainer:
 def seed_dropout(seed: int, step: int, part: int, rank: int) -> None:
     """Another seed for each part of each step on each process."""
     torch.manual_seed(hash((seed, step, part, rank)) & (2**63 - 1))
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory did not suffice; on the CPU torch has no type of its own for it."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import random
@@ -834,6 +835,25 @@ def test_a_grammar_that_can_not_be_followed_fails_alone(beams: int) -> None:
     for write in (lambda **more: generate(model, [[5]], **more), lambda **more: list(stream(model, [5], **more))):
         with pytest.raises(InputError, match="a text can not go on after 0 tokens"):
             write(grammar=grammar(0), suppress=[5, 8])
+
+
+@pytest.mark.parametrize("places", [slice(7, 8), slice(None)], ids=["one", "all"])
+@pytest.mark.parametrize(
+    "strategy", [Strategy(), Strategy(temperature=1.0), Strategy(suppress=[9])], ids=["greedy", "drawn", "bias"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # the native step, and the plain one
+def test_no_token_is_taken_from_nan(dtype: torch.dtype, strategy: Strategy, places: slice) -> None:
+    """argmax would take NaN for the largest."""
+    model = copy.deepcopy(model_of("llama", dtype))
+    engine = Engine(model, max_tokens=400)
+    tickets = [engine.submit(ask([5], 9, strategy=strategy, scored=scored)) for scored in (False, True)]
+    engine.step()
+    with torch.no_grad():
+        model.head.weight[places] = math.nan
+    engine.run()
+    assert [(ticket.reason, len(ticket.ids)) for ticket in tickets] == [("failed", 2)] * 2
+    assert "got NaN logits" in str(tickets[0].error)
+    assert_nothing_left(engine)
 
 
 def test_grammars_of_another_model() -> None:

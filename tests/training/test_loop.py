@@ -372,13 +372,15 @@ def test_a_folder_that_becomes_read_only(tmp_path: Path, monkeypatch: pytest.Mon
     assert train(recipe, tmp_path / "x", resume=True).is_complete
 
 
-@pytest.mark.parametrize("cadence", [dict(checkpoint_every=1), dict(checkpoint_every=2, log_every=100)])
+@pytest.mark.parametrize(
+    "cadence", [dict(checkpoint_every=1), dict(checkpoint_every=2, log_every=100), dict(max_skips=0), dict(max_skips=3)]
+)
 def test_a_loss_that_is_no_number(cadence: dict[str, Any], tmp_path: Path) -> None:
     recipe = make_recipe(
         "language", tmp_path, lr=1e30, clip=0.0, schedule="constant", warmup=0, evaluate_every=6, **cadence
     )
     with pytest.raises(
-        ConfigError, match=r"no number .* train\.lr=1e\+30 may be too high.* the last checkpoint is unharmed"
+        ConfigError, match=r"no number .* train\.lr=1e\+30 may be too high.* the checkpoints .*are unharmed"
     ):
         train(recipe, tmp_path / "x")
     for checkpoint in (tmp_path / "x" / "checkpoints").glob("step-*"):

@@ -71,6 +71,7 @@ class Task(ABC):
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
+        self.accumulate = recipe.train.accumulate  # the trainer doubles it when memory does not suffice
 
     def pack(self, model: Model) -> bool:
         """From now on pack a batch's texts one after the other instead of padding them. Returns False if task or model can not."""
