@@ -169,7 +169,7 @@ class LlamaCpp:
     """llama.cpp with keys and values in float32."""
 
     def __init__(self, file: Path) -> None:
-        from llama_cpp import Llama
+        from llama_cpp import Llama  # pyright: ignore[reportMissingImports]  # an extra of its own
 
         self.llama: Any = Llama(
             str(file), n_ctx=LENGTH + NEW, logits_all=True, verbose=False, type_k=0, type_v=0, flash_attn=False

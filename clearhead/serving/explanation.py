@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from clearhead import kernels
-from clearhead.engine.request import source_length, start_token
+from clearhead.engine.request import Memory, source_length, start_token
 from clearhead.errors import InputError
 from clearhead.generation import Request, Token
 from clearhead.generation.engines import make_engine
@@ -120,6 +120,7 @@ class GeneratedText:
         self.stack: Stack
         if isinstance(self.model, EncoderDecoder):
             assert request.source is not None
+            assert not isinstance(request.source, Memory)
             self.prompt = self.prompt or [start_token(self.model)]
             self.source = [int(id) for id in request.source]
             self.stack, self.prefix = self.model.decoder, "decoder."

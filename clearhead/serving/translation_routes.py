@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from fastapi import APIRouter, Request
 
-from clearhead.engine.request import start_token
+from clearhead.engine.request import Memory, start_token
 from clearhead.generation import Request as GenerationRequest
 from clearhead.generation.decoding import default_limit
 from clearhead.inside import probe
@@ -63,6 +63,7 @@ async def _translate(
 ) -> dict[str, Any]:
     """The n best translations of one source."""
     assert worker.tokenizer is not None
+    assert not isinstance(request.source, Memory)
     source = [int(id) for id in request.source or ()]
     ticket = await worker.finish(request, seconds)
     translations: list[dict[str, Any]] = []
