@@ -143,6 +143,8 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
     timed = {int(T): each for T, each in results["longformer"].items() if isinstance(each, dict)}
     lengths = sorted(timed)
+    if not lengths:
+        sys.exit("no length was measured: give it more --seconds; a second run finds what was compiled")
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     for what, color in (("forward ms", "#3b6ea5"), ("forward + backward ms", "#c0562f")):
         axes.plot(lengths, [timed[T][what] for T in lengths], "o-", color=color, label=what.removesuffix(" ms"))
@@ -159,7 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="small sizes")
-    parser.add_argument("--seconds", type=float, default=65.0, help="no new length after so many seconds")
+    parser.add_argument("--seconds", type=float, default=110.0, help="no new length after so many seconds")
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     parser.add_argument("--plot", type=Path, help="draw the growth into this PNG file")
     parser.add_argument("--replot", type=Path, help="measure nothing: draw the figures of this JSON file")

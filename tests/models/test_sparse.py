@@ -105,7 +105,7 @@ def test_memory_and_work_follow_the_tiles_kept() -> None:
     seen = [sum(run.stop - run.start for run in strip.runs) for strip in how.strips]
     assert len(seen) == T // 8
     assert max(seen) == 3 * 8
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as watched:
         attend(q, k, v, how).sum().backward()
     largest = max(event.self_cpu_memory_usage for event in watched.key_averages() if event.count <= 4)
     assert largest <= 8 * q.numel() * q.element_size()
