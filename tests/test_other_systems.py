@@ -48,7 +48,7 @@ io.open = no_proc
 import ctypes
 class Kernel32:
     def GlobalMemoryStatusEx(self, status):
-        status._obj.free = 8 << 30
+        status._obj.available = 8 << 30
         return 1
 class Windll:
     kernel32 = Kernel32()

@@ -43,7 +43,7 @@ def read(passes: ForwardPasses, fields: Fields) -> bytes:
 
 def _moved(passes: ForwardPasses, forward: ForwardPass) -> dict[str, Any]:
     """How far the run's changes turned the states of a model without a head: cosines with the states before them."""
-    before, after = passes.run(forward.run.plain).states[0].double(), forward.states[0].double()
+    before, after = passes.run(forward.run.plain).states[0].cpu().double(), forward.states[0].cpu().double()
     if before.shape != after.shape:  # a translator that was left to generate wrote another text
         return {"mean": None, "tokens": []}
     mean = F.cosine_similarity(before.mean(0), after.mean(0), dim=0)

@@ -147,7 +147,7 @@ def align(
     scores = torch.cat([seen.rows(sites[layer], head=heads[layer])[0, :, :, :n_times] for layer in heads]).float()
     deviation, mean = torch.std_mean(weights := scores.softmax(-1), dim=-2, unbiased=False, keepdim=True)
     matrix = median_filter((weights - mean) / deviation).mean(0)[len(start) - 1 : -1]
-    rows, columns = time_warp(-matrix.double().cpu().numpy())
+    rows, columns = time_warp(-matrix.cpu().double().numpy())
     enters = columns[np.diff(rows, prepend=-1) > 0]  # the time at which the path enters each token, and last the end
     times: list[float] = (enters / TIMES_A_SECOND).tolist()
     logits = model.project(states[:, len(start) - 1 : -2])[0, :, :end].float()

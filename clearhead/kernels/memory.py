@@ -61,7 +61,7 @@ def _system_memory() -> int:
     if table.exists():
         lines = dict(line.split(":", 1) for line in table.read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024
-    if sys.platform == "win32":
+    if hasattr(ctypes, "windll"):  # Windows
         return _windows_memory()
     if sys.platform == "darwin":
         return read_vm_stat(subprocess.run(["vm_stat"], capture_output=True, text=True, check=True, timeout=5).stdout)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clearhead import kernels
 from clearhead.layers.linear import FusedLinear
 from clearhead.training.distributed import gather, is_sharded
 from clearhead.training.recipe import Train
@@ -158,7 +159,7 @@ class Muon(torch.optim.Optimizer):
             if self.skip is not None:  # the moments move towards themselves, and the weights by 0
                 skip = self.skip.to(grads[0].device)
                 grads = [torch.where(skip, moment, grad) for moment, grad in zip(moments, grads, strict=True)]
-                lr = lr * (~skip).double()
+                lr = lr * kernels.to_float64(~skip)
             torch._foreach_lerp_(moments, grads, 1 - group["momentum"])
             torch._foreach_lerp_(grads, moments, group["momentum"])  # Nesterov momentum
             if group["weight_decay"]:
