@@ -18,6 +18,7 @@ from clearhead.checkpoint.weight_files import MappedWeights, Weights
 from clearhead.errors import CheckpointError
 from clearhead.layers.linear import FusedLinear
 from clearhead.models import Model, take_memory
+from clearhead.quantization.model_weights import example_weight
 
 
 def assign_weights(model: Model, pairings: Sequence[Pairing], weights: Weights, device: torch.device) -> None:
@@ -53,7 +54,7 @@ def assign_weights(model: Model, pairings: Sequence[Pairing], weights: Weights, 
 def _advise(model: Model, weights: Weights, *, on_cpu: bool) -> str:
     """How to load a model that needs more memory than there is."""
     stored = sorted({str(dtype).removeprefix("torch.") for dtype in weights.dtypes.values()})
-    wanted = str(next(model.parameters()).dtype).removeprefix("torch.")
+    wanted = str(example_weight(model).dtype).removeprefix("torch.")
     if on_cpu and isinstance(weights, MappedWeights) and wanted not in stored:
         return f"without dtype={wanted}, weights stay in the file as {' and '.join(stored)} and take little memory"
     return "load a smaller model, or one stored in fewer bits"

@@ -71,7 +71,9 @@ def _count(config: Config) -> Counter[tuple[str, str]]:
         assert found, name
         # Outside the stacks of an encoder-decoder are the target's embedding and head, and what reads the source.
         outside = {"source": "encoder"}.get(found[2], "decoder") if config.shape == "encoder-decoder" else config.shape
-        counted[found[1] or outside, found[2]] += weight.numel()
+        # Norms of queries and keys are counted with the norm before them.
+        part = f"{found[2]}_norm" if re.search(r"\.[qk]_norm\.", name) else found[2]
+        counted[found[1] or outside, part] += weight.numel()
     return counted
 
 
@@ -95,9 +97,10 @@ def _stack(c: Config, stack: str, counted: Counter[tuple[str, str]]) -> list[Par
         )
     steps = ("attention", "cross", "feedforward") if pair and stack == "decoder" else ("attention", "feedforward")
     for step in steps:
-        norm = Part(stack, "norm", f"{c.norm} norm", f"{c.d_model}", take(f"{step}_norm"), n_layers, of_step=True)
+        kind = f"{c.norm} norm" + (", queries and keys too" if c.qk_norm and step != "feedforward" else "")
+        norm = Part(stack, "norm", kind, f"{c.d_model}", take(f"{step}_norm"), n_layers, of_step=True)
         body = Part(stack, step, *_step(c, stack, step), take(step), n_layers)
-        parts += [body] if c.norm == "none" else [norm, body] if c.norm_first else [body, norm]
+        parts += [body] if not norm.params else [norm, body] if c.norm_first else [body, norm]
     if norm := take("norm"):
         parts.append(Part(stack, "norm", f"{c.norm} norm", f"{c.d_model}", norm))
     if not pair or stack == "decoder":

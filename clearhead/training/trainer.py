@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -148,15 +149,17 @@ class Trainer:
         if self.processes.device.type != "cpu" or self.processes.world_size > 1 or self.options.compile:
             return None
         batch, seconds = make_step_batch(self.task, step, self.processes), 0.0
+        batch = replace(batch, parts=batch.parts[:1])
         for _ in range(2):  # the first pass also takes memory, and is enough if it was long
             began = time.perf_counter()
-            seed_dropout(self.options.seed, step, 0, 0)
-            self.forward_backward(batch.parts[0][0], 1.0)
+            total = self._try_gradients(batch, step)
             self.optimizers.zero_grad()
+            if total is None:
+                return None  # the first step will be computed in smaller parts
             seconds = time.perf_counter() - began
             if seconds > LONG_STEP:
                 break
-        return seconds * len(batch.parts)
+        return seconds * self.task.accumulate
 
 
 def seed_dropout(seed: int, step: int, part: int, rank: int) -> None:

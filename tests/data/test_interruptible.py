@@ -14,6 +14,14 @@ from clearhead.data.interruptible import call_interruptibly
 from clearhead.errors import InputError
 
 
+@pytest.fixture(autouse=True)
+def plain_handler() -> Iterator[None]:
+    """Python's own: a process that was started in the background ignores the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_a_signal_does_not_wait_for_the_call() -> None:
     timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
     began = time.monotonic()

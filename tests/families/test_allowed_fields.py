@@ -84,7 +84,7 @@ def test_a_family_that_we_have_not_gets_no_false_friend(tmp_path: Path) -> None:
         message = refusal(folder)
         assert f"{kind!r} is not a family we have" in message
         assert "did you mean" not in message
-        assert "supported: bert, deit, esm, gpt2" in message
+        assert "supported: apertus, arcee, bert, deit, esm, gpt2" in message
 
 
 # Folders of sentence-transformers.

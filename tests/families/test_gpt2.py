@@ -132,7 +132,10 @@ def test_refused_to_write(tmp_path: Path, changes: dict[str, Any], named: str) -
 @pytest.mark.parametrize("kind", ["gpt_2", "qwen2_moe", "lama", "brt", "falcon"])
 def test_an_unknown_model_type_lists_the_families(tmp_path: Path, kind: str) -> None:
     message = refusal(saved(gpt2(), tmp_path, model_type=kind))
-    assert f"model_type {kind!r} is not a family we have; supported: bert, deit, esm, gpt2, llama" in message
+    assert (
+        f"model_type {kind!r} is not a family we have; supported: apertus, arcee, bert, deit, esm, gpt2, llama"
+        in message
+    )
 
 
 def test_missing_and_unexpected_keys_are_named_five_each(tmp_path: Path) -> None:

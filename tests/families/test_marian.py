@@ -196,7 +196,6 @@ def test_refused_fields(field: str, value: object, words: str, tmp_path: Path) -
     "change",
     [
         dict(positions="learned"),
-        dict(sinusoid_halves=False),
         dict(norm="rms"),
         dict(norm_first=True),
         dict(norm_eps=1e-6),
@@ -220,3 +219,15 @@ def test_refused_to_write(change: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"Marian's layout.* has no place for {list(change)[-1]}="):
         save(ch.build(config), tmp_path / "hf", format="hf")
     assert not (tmp_path / "hf").exists()
+
+
+def test_alternating_sinusoids_are_written_as_halves(tmp_path: Path) -> None:
+    """The layout has none that alternate; its names reorder the channels instead, and the model computes the same."""
+    config = ch.preset(
+        "opus-mt-en-de", d_model=22, n_heads=2, n_layers=1, d_ff=37, vocab_size=53, sinusoid_halves=False
+    )
+    model: Any = ch.build(config)
+    again: Any = ch.load(save(model, tmp_path / "hf", format="hf"))
+    source, target = torch.randint(0, 53, (2, 7)), torch.randint(0, 53, (2, 5))
+    # fp32, one layer: sums run over the channels in another order
+    torch.testing.assert_close(again(source, target), model(source, target), rtol=0, atol=1e-5)

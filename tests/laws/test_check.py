@@ -81,7 +81,7 @@ def break_kernel(patch: pytest.MonkeyPatch, _: Model) -> None:
 
 def break_mask(_: pytest.MonkeyPatch, model: Model) -> None:
     """A decoder that sees the future."""
-    model.causal = False  # type: ignore[assignment]
+    model.causal, model.facts = False, Mask()  # type: ignore[assignment]
 
 
 def break_window(patch: pytest.MonkeyPatch, _: Model) -> None:
