@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,6 +18,10 @@ from clearhead.serving.guards import error
 from clearhead.serving.model_worker import BrokenError, FullError
 
 log = logging.getLogger("clearhead.serving")
+
+
+# Errors of the library name Python's arguments; over HTTP they are these fields.
+FIELDS = {r"\bmax_new_tokens\b": "max_tokens", r"\balternatives=": "top_logprobs=", r"\bgrammar=": "response_format="}
 
 
 class UnknownModelError(Exception):
@@ -54,6 +59,12 @@ async def _answer(request: Request, raised: Exception) -> JSONResponse:
     return JSONResponse(body, status, headers=headers)
 
 
+def _spell_fields(message: str) -> str:
+    for argument, field in FIELDS.items():
+        message = re.sub(argument, field, message)
+    return message
+
+
 def error_body(raised: BaseException) -> tuple[int, dict[str, Any]]:
     """The status and the body for an exception."""
     match raised:
@@ -73,7 +84,7 @@ def error_body(raised: BaseException) -> tuple[int, dict[str, Any]]:
         case UnknownModelError():
             return error(404, str(raised), code="model_not_found")
         case ClearheadError() | ValueError():
-            return error(400, str(raised))
+            return error(400, _spell_fields(str(raised)))
         case FullError():
             return error(503, str(raised), "overloaded_error")
         case BrokenError():

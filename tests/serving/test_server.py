@@ -28,6 +28,7 @@ from clearhead.serving.bounded_json import check_values
 from clearhead.serving.cancellation import ClientSlots, run_held
 from clearhead.serving.embedding_routes import text_ids
 from clearhead.serving.guards import CLIENT, Limits
+from clearhead.serving.http_errors import error_body
 from clearhead.serving.model_worker import ModelWorker
 from clearhead.serving.protocol import Chat, Completion, Embedding
 from clearhead.serving.special_tokens import SPLIT, as_text
@@ -627,3 +628,12 @@ def test_embeddings_refuse_texts_longer_than_in_training(places: dict[str, Path]
     assert len(text_ids(worker, ["the cat"])) == 1
     with pytest.raises(ch.InputError, match=r"input 1 has \d+ tokens, and the model takes 7"):
         text_ids(worker, ["the cat", "a dog ran over the hill " * 3])
+
+
+def test_errors_of_the_library_name_http_fields() -> None:
+    """A client has no max_new_tokens to change."""
+    status, body = error_body(
+        ch.InputError("the prompt is too long: 90 tokens + max_new_tokens=64 > 97; lower max_new_tokens")
+    )
+    assert status == 400
+    assert body["error"]["message"] == "the prompt is too long: 90 tokens + max_tokens=64 > 97; lower max_tokens"
