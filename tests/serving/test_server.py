@@ -251,7 +251,7 @@ def test_translate(address: str, places: dict[str, Path]) -> None:
             "completions",
             {"model": "gpt", "prompt": "a cat " * 600},
             400,
-            "the prompt has .* tokens, but with max_new_tokens=16",
+            "the prompt has .* tokens, but with max_tokens=16",
         ),
         ("completions", {"model": "gpt", "prompt": [99999]}, 400, "id 99999 is not in this vocabulary"),
         ("completions", {"model": "gpt", "prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias maps ids to numbers"),
