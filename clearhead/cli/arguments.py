@@ -148,7 +148,7 @@ def read_text(text: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def read_lines(name: str) -> list[str]:
+def read_lines(name: str, wanted: str = "one text a line") -> list[str]:
     """The lines of a text file, or for "-" of standard input."""
     try:
         raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
@@ -161,7 +161,7 @@ def read_lines(name: str) -> list[str]:
     # Not splitlines: it also splits at characters that are part of a text.
     lines = [line.rstrip("\r") for line in _decode(raw, shown).removesuffix("\n").split("\n")]
     if not any(line.strip() for line in lines):
-        raise InputError(f"{shown} holds no text; give one text a line")
+        raise InputError(f"{shown} holds no text; give {wanted}")
     return lines
 
 

@@ -98,7 +98,7 @@ def load_proteins(model: str, fasta: str, device: str) -> tuple[Encoder, Tokeniz
     from clearhead.generation.proteins import Residues
     from clearhead.models import Encoder
 
-    lines = read_lines(fasta)
+    lines = read_lines(fasta, "proteins in FASTA: a line >NAME, then the letters")
     path = find_model(model)
     encoder = load(path, dtype=torch.float32, device=find_device(device))
     if not isinstance(encoder, Encoder) or encoder.config.inputs != "tokens":

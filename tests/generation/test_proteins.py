@@ -171,3 +171,10 @@ def test_refused_commands(args: tuple[str, ...], words: str, folder: Path, fasta
     done = CliRunner().invoke(app, [args[0], str(folder), str(fasta), *args[1:]])
     assert isinstance(done.exception, ch.InputError)
     assert words in str(done.exception)
+
+
+def test_an_empty_file_is_told_what_belongs_there(tmp_path: Path) -> None:
+    (tmp_path / "empty.fasta").touch()
+    ran = CliRunner().invoke(app, ["contacts", "nope", str(tmp_path / "empty.fasta")])
+    assert ran.exit_code == 1
+    assert "holds no text; give proteins in FASTA: a line >NAME" in str(ran.exception)
