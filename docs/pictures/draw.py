@@ -48,11 +48,13 @@ def draw_induction(run: str) -> None:
     save(plot_heads(scores, "induction", title="Heads by induction, on random tokens said twice"), "heads")
     best = max(scores, key=lambda score: score.induction or 0)
     tokens = repeated_tokens(model.config.vocab_size, length=12, batch=1, seed=3)
-    names = [str(int(id)) for id in tokens[0]]
+    # The model was trained on ids without words. A letter for each id says what matters: which of them are the same.
+    letters = {int(id): chr(ord("A") + n) for n, id in enumerate(dict.fromkeys(tokens[0].tolist()))}
+    names = [letters[int(id)] for id in tokens[0]]
     with ch.probe(model, best.site) as seen, torch.no_grad():
         model(tokens)
     save(plot_seen(seen, best.site, head=best.head, tokens=names), "induction")
-    save(plot_lens(logit_lens(model, tokens)[:, 0], names), "lens")
+    save(plot_lens(logit_lens(model, tokens)[:, 0], names, lambda id: letters.get(id, "other")), "lens")
     save(plot_attribution(logit_attribution(model, tokens), position=17), "attribution")
 
 

@@ -27,6 +27,7 @@ OUT = Path(__file__).parent / "explorer"
 WIDTHS = {"wide": (1440, 900), "phone": (390, 844)}
 STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, Lily"
 DATE = "martes, 7 de marzo de 1989"
+PAIR = "There was a little boy. One day,", "There was a little girl. One day,"
 WITHOUT = ",".join(f"decoder.blocks.1.cross:{head}:zero" for head in range(4))
 
 # Picture, model (by its place among the arguments), panel, and what else the address says.
@@ -34,9 +35,24 @@ VIEWS: list[tuple[str, int, str, dict[str, str]]] = [
     ("alignment", 0, "heads", {"text": DATE}),
     ("heads", 1, "heads", {"text": STORY}),
     ("digit", 2, "heads", {"text": "sample:3"}),
+    (
+        "follow",
+        0,
+        "follow",
+        {
+            "text": DATE,
+            "attention": "cross",
+            "site": "decoder.blocks.1.cross",
+            "head": "1",
+            "follow.at": "2",
+            "follow.step": "7",
+        },
+    ),
     ("lens", 1, "lens", {"text": STORY}),
     ("flow", 0, "flow", {"text": DATE}),
     ("intervene", 0, "intervene", {"text": DATE, "changes": WITHOUT}),
+    ("attribution", 1, "attribution", {"text": STORY}),
+    ("patching", 1, "patching", {"text": PAIR[0], "second": PAIR[1], "token": " she", "against": " he"}),
     ("sampling", 1, "generate", {"text": STORY, "generate.top_k": "12", "generate.temperature": "0.8"}),
     ("beams", 0, "generate", {"text": DATE}),
     ("positions", 1, "positions", {}),
