@@ -58,29 +58,37 @@ def check_lengths(config: Config, length: int | None, source_length: int | None)
 
 def count_forward(config: Config, batch: int, at: Lengths, *, pairs: Pairs = "all") -> dict[str, int]:
     """FLOPs of one forward pass, by part. With `past` it is a decode step: the source is already encoded."""
+    total = {"embedding": 0, "projections": 0, "attention": 0, "feedforward": 0, "head": 0}
+    for (_, _, part), n in count_steps(config, batch, at, pairs=pairs).items():
+        total[part] += n
+    return total
+
+
+def count_steps(config: Config, batch: int, at: Lengths, *, pairs: Pairs = "all") -> dict[tuple[str, str, str], int]:
+    """FLOPs of one forward pass by stack ("encoder" or "decoder"), step of a block ("cross" is cross-attention) and part."""
     c, T, S = config, at.target, at.source
     encoded = S if at.past == 0 else 0
     count = partial(count_pairs, window=c.window, patterns=c.patterns, pairs=pairs)
     own = count(T, at.past + T, causal=c.shape != "encoder")
-    attentions = [("blocks.*", T, T, own)]  # names, queries, keys, pairs
-    tokens = c.n_layers * T  # of all feed-forwards
+    first, last = ("encoder", "decoder") if c.shape == "encoder-decoder" else (c.shape, c.shape)
+    attentions = [(last, "attention", "blocks.*", T, T, own)]  # names, queries, keys, pairs
+    tokens = [(last, c.n_layers * T)]  # of all feed-forwards
     if c.shape == "encoder-decoder":
         both = count(S, S, causal=False) if encoded else 0
-        attentions = [("encoder.*", encoded, encoded, both), ("decoder.*.attention", T, T, own)]
-        attentions.append(("decoder.*.cross", T, encoded, T * S))
-        tokens = c.n_layers * encoded + c.n_decoder_layers * T
-    projected = scores = 0  # each times the number of heads
-    for pattern, queries, keys, n_pairs in attentions:
+        attentions = [(first, "attention", "encoder.*", encoded, encoded, both)]
+        attentions.append((last, "attention", "decoder.*.attention", T, T, own))
+        attentions.append((last, "cross", "decoder.*.cross", T, encoded, T * S))
+        tokens = [(first, c.n_layers * encoded), (last, c.n_decoder_layers * T)]
+    found = {(first, "embedding", "embedding"): 2 * batch * sum(_convolutions(c, encoded))}
+    for stack, step, pattern, queries, keys, n_pairs in attentions:
         heads, kv_heads = count_heads(c, pattern)
-        projected += queries * heads + keys * kv_heads
-        scores += n_pairs * heads
-    return {
-        "embedding": 2 * batch * sum(_convolutions(c, encoded)),
-        "projections": 2 * batch * c.d_model * projected * 2 * c.d_head,
-        "attention": 2 * batch * scores * 2 * c.d_head,
-        "feedforward": 2 * batch * tokens * c.d_model * c.d_ff * (3 if c.gated else 2),
-        "head": 2 * batch * count_matrices(c)["head"] * (1 if c.head == "classes" else T),
-    }
+        projected = queries * heads + keys * kv_heads
+        found[stack, step, "projections"] = 2 * batch * c.d_model * projected * 2 * c.d_head
+        found[stack, step, "attention"] = 2 * batch * n_pairs * heads * 2 * c.d_head
+    for stack, n in tokens:
+        found[stack, "feedforward", "feedforward"] = 2 * batch * n * c.d_model * c.d_ff * (3 if c.gated else 2)
+    found[last, "head", "head"] = 2 * batch * count_matrices(c)["head"] * (1 if c.head == "classes" else T)
+    return found
 
 
 def count_training(

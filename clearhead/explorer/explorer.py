@@ -11,26 +11,31 @@ from typing import Any
 import torch
 
 from clearhead.config import Config
+from clearhead.costs import draw
+from clearhead.costs.diagram import draw_model
 from clearhead.data import Tokenizer
 from clearhead.errors import InputError, did_you_mean
 from clearhead.explorer import (
+    attribution_panel,
     cost_panel,
     flow_panel,
+    follow_panel,
     generation_panel,
     geometry_panel,
     heads_panel,
     interventions_panel,
     lens_panel,
+    neurons_panel,
     output_panel,
     positions_panel,
 )
-from clearhead.explorer.diagram import draw_model, parts_of
 from clearhead.explorer.fields import Fields
 from clearhead.explorer.forward_passes import ForwardPasses
 from clearhead.explorer.model_inputs import Inputs
 from clearhead.explorer.samples import SAMPLES, example_text
 from clearhead.explorer.wire_format import pack
 from clearhead.inside.ablation_sweep import n_heads_of
+from clearhead.inside.attribution import is_linear
 from clearhead.layers.embedding import TokenEmbedding
 from clearhead.models import Decoder, EncoderDecoder, Model
 from clearhead.quantization.model_weights import count_weights
@@ -42,10 +47,13 @@ Answer = Callable[[ForwardPasses, Fields], bytes | Work]
 
 def diagram(passes: ForwardPasses, fields: Fields) -> bytes:
     """The drawing of the model, and its parts."""
-    config = passes.model.config
-    parts = [part for stack in parts_of(config).values() for part in stack]
-    shown = [{"stack": part.stack, "name": part.name, "words": part.words, "params": part.params} for part in parts]
-    return pack({"svg": draw_model(config, style=False), "parts": shown, "total": sum(part.params for part in parts)})
+    drawing = draw(passes.model)
+    shown = [
+        {"stack": part.stack, "name": part.name, "words": part.words, "params": part.params, "flops": part.flops}
+        for part in drawing.parts
+    ]
+    drawn = {"svg": draw_model(drawing, style=False), "file": drawing.svg}
+    return pack({**drawn, "parts": shown, "total": sum(part.params for part in drawing.parts)})
 
 
 ANSWERS: dict[str, Answer] = {
@@ -55,9 +63,13 @@ ANSWERS: dict[str, Answer] = {
     "map": heads_panel.head_map,
     "row": heads_panel.row,
     "flow": flow_panel.flow,
+    "follow": follow_panel.follow,
     "lens": lens_panel.lens,
     "cell": lens_panel.cell,
     "sweep": interventions_panel.sweep,
+    "neurons": neurons_panel.neurons,
+    "attribution": attribution_panel.attribution,
+    "patches": attribution_panel.patches,
     "positions": positions_panel.positions,
     "geometry": geometry_panel.geometry,
     "neighbours": geometry_panel.neighbours,
@@ -135,7 +147,11 @@ class Explorer:
                 "lens": has_head,
                 "flow": True,
                 "sweep": has_head,
+                "attribution": has_head and is_linear(config),
+                "patches": isinstance(model, Decoder),
                 "intervene": True,
+                "neurons": True,
+                "steer": config.inputs == "tokens",
                 "generate": generates,
                 "beam": generates,
                 "translate": isinstance(model, EncoderDecoder),

@@ -52,13 +52,13 @@ def geometry(passes: ForwardPasses, fields: Fields) -> bytes:
 def neighbours(passes: ForwardPasses, fields: Fields) -> bytes:
     """The k tokens whose embeddings have the largest cosine to a token's."""
     table = _table(passes)
-    id = _find(passes, fields.text("token"), len(table))
+    id = find_token(passes, fields.text("token"), len(table))
     near = nearest(table, [id], n=fields.integer("k", 1, 100, 12))
     listed = [{"token": passes.inputs.name(each), "id": each, "cosine": cosine} for each, cosine in near]
     return pack({"token": passes.inputs.name(id), "id": id, "near": listed})
 
 
-def _find(passes: ForwardPasses, token: str, n: int) -> int:
+def find_token(passes: ForwardPasses, token: str, n: int) -> int:
     """The id of a token, given its text, its spelling in the vocabulary, or its name on the page."""
     tokenizer = passes.inputs.tokenizer
     target = isinstance(passes.model, EncoderDecoder) and bool(passes.model.config.source_vocab_size)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from clearhead.errors import InputError
 from clearhead.explorer.fields import Fields
-from clearhead.explorer.forward_passes import ForwardPass, ForwardPasses
+from clearhead.explorer.forward_passes import Begun, ForwardPasses, Steps
 from clearhead.explorer.wire_format import pack
 from clearhead.inside.ablation_sweep import n_heads_of
 from clearhead.inside.head_scores import HeadScore, HeadScoreSums, strips
@@ -29,28 +29,23 @@ SCORES = ("head", "previous", "first", "induction", "entropy", "alignment")
 Box = tuple[int, int, int, int]  # first row, end, first column, end
 
 
-def grid(passes: ForwardPasses, fields: Fields) -> bytes:
-    """Every head of a layer as a thumbnail, with its scores."""
+def grid(passes: ForwardPasses, fields: Fields) -> Steps[bytes]:
+    """Every head of a layer as a thumbnail, with its scores. Later layers need not be computed yet."""
     run = passes.parse(fields)
     group = fields.text("attention", "attention" if "attention" in passes.groups() else "encoder")
     sites = passes.group(group)
     layer, size = fields.integer("layer", 0, len(sites) - 1), fields.integer("size", 4, 128, 32)
     site = sites[layer]
-    seen = passes.first_layer(run) if layer == 0 else None
-    if seen is not None:
-        source = passes.inputs.read(run.text)
-        ids, aligned, real = source.tensor if source.strip.kind == "tokens" else None, None, source.real
-    else:
-        forward = passes.run(run)
-        seen, (ids, aligned) = forward.seen, passes.score_inputs(forward, site)
-        real = forward.source.real if not site.startswith("decoder.") else None
-    return pack_grid(seen, site, size=size, ids=ids, aligned=aligned, real=real)
+    begun = yield from passes.until(run, site)
+    ids, aligned = passes.score_inputs(begun, site)
+    real = begun.source.real if not site.startswith("decoder.") else None
+    return pack_grid(begun.seen, site, size=size, ids=ids, aligned=aligned, real=real)
 
 
-def head_map(passes: ForwardPasses, fields: Fields) -> bytes:
+def head_map(passes: ForwardPasses, fields: Fields) -> Steps[bytes]:
     """One head's weights, all or those in a box, in at most `most` x `most` cells."""
-    forward, site, head = _head(passes, fields)
-    attention = forward.seen.attention[site]
+    begun, site, head = yield from _head(passes, fields)
+    attention = begun.seen.attention[site]
     T, S = attention.q.shape[2], attention.k.shape[2]
     box: Box | None = None
     if fields.has("box"):
@@ -60,21 +55,21 @@ def head_map(passes: ForwardPasses, fields: Fields) -> bytes:
                 f"box is [row, end, column, end] within {T} rows and {S} columns; got {given}; null is all"
             )
         box = (given[0], given[1], given[2], given[3])
-    return pack_map(forward.seen, site, head, box, most=fields.integer("most", 8, MAX_CELLS, 256))
+    return pack_map(begun.seen, site, head, box, most=fields.integer("most", 8, MAX_CELLS, 256))
 
 
-def row(passes: ForwardPasses, fields: Fields) -> bytes:
+def row(passes: ForwardPasses, fields: Fields) -> Steps[bytes]:
     """One row of one head, not pooled."""
-    forward, site, head = _head(passes, fields)
-    T = forward.seen.attention[site].q.shape[2]
-    weights = forward.seen.rows(f"{site}.weights", fields.integer("row", 0, T - 1), head=head)
+    begun, site, head = yield from _head(passes, fields)
+    T = begun.seen.attention[site].q.shape[2]
+    weights = begun.seen.rows(f"{site}.weights", fields.integer("row", 0, T - 1), head=head)
     return pack({"site": site, "head": head}, weights=weights[0, 0, 0].float().cpu().numpy())
 
 
-def _head(passes: ForwardPasses, fields: Fields) -> tuple[ForwardPass, str, int]:
+def _head(passes: ForwardPasses, fields: Fields) -> Steps[tuple[Begun, str, int]]:
     run, site = passes.parse(fields), fields.choice("site", list(passes.attentions))
     head = fields.integer("head", 0, n_heads_of(passes.attentions[site]) - 1)
-    return passes.run(run), site, head
+    return (yield from passes.until(run, site)), site, head
 
 
 def pack_grid(

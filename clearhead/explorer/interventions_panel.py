@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import InputError
+from clearhead.explorer.attribution_panel import chosen_token
+from clearhead.explorer.changes import check_unsteered
 from clearhead.explorer.fields import Fields
-from clearhead.explorer.forward_passes import ForwardPass, ForwardPasses
+from clearhead.explorer.forward_passes import ForwardPass, ForwardPasses, Steps
 from clearhead.explorer.output_panel import answer_position, name_of
 from clearhead.explorer.wire_format import pack
 from clearhead.inside.ablation_sweep import sweep as sweep_heads
@@ -17,7 +19,7 @@ MAX_TOKENS = 1024  # of a text
 MAX_TARGETS = 128  # tokens whose loss is measured
 
 
-def sweep(passes: ForwardPasses, fields: Fields) -> bytes:
+def sweep(passes: ForwardPasses, fields: Fields) -> Steps[bytes]:
     """The change in the text's loss without each head of an attention, a layer or the model, with the run's changes made."""
     model = passes.model
     if model.config.head == "none":
@@ -25,13 +27,14 @@ def sweep(passes: ForwardPasses, fields: Fields) -> bytes:
             "this model ends in states (head='none'), so that nothing tells what a head is worth; take another"
         )
     run = passes.parse(fields)
-    forward = passes.run(run)
+    check_unsteered(run.changes, "a sweep")
+    forward = yield from passes.steps(run)
     if len(forward.strip.ids) > MAX_TOKENS or len(forward.source.strip.ids) > 2 * MAX_TOKENS:
         raise InputError(f"a sweep takes up to {MAX_TOKENS} tokens; got {len(forward.strip.ids)}; shorten the text")
     inputs: tuple[Tensor, ...] = (forward.source.tensor,)
     if forward.target_ids:
         inputs = (*inputs, torch.tensor([forward.target_ids], device=inputs[0].device))
-    targets, measure = _targets(passes, forward)
+    targets, measure = _chosen_target(passes, forward, fields) or _targets(passes, forward)
     with passes.changed(run):
         found = sweep_heads(model, *inputs, targets=targets, sites=_pattern(passes, fields), mask=forward.source.real)
     effects = [
@@ -50,6 +53,19 @@ def _pattern(passes: ForwardPasses, fields: Fields) -> str:
         deepest = max(map(len, passes.groups().values())) - 1
         return f"*blocks.{fields.integer('layer', 0, deepest)}.*"
     return "*"
+
+
+def _chosen_target(passes: ForwardPasses, forward: ForwardPass, fields: Fields) -> tuple[Tensor, str] | None:
+    """The token or class that the request names, at the answer's position."""
+    if not fields.has("token"):
+        return None
+    chosen = chosen_token(passes, forward, fields, "token")
+    words = f"change in the loss of {name_of(passes, chosen)!r}, in nats"
+    if passes.has_classes:
+        return torch.tensor([chosen], device=forward.states.device), words
+    targets = torch.full((1, len(forward.strip.ids)), -100, device=forward.states.device)
+    targets[0, answer_position(passes, forward)] = chosen
+    return targets, words
 
 
 def _targets(passes: ForwardPasses, forward: ForwardPass) -> tuple[Tensor, str]:

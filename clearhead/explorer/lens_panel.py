@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Float
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from clearhead.errors import InputError
 from clearhead.explorer.fields import Fields
-from clearhead.explorer.forward_passes import ForwardPass, ForwardPasses
+from clearhead.explorer.forward_passes import ForwardPass, ForwardPasses, Steps
 from clearhead.explorer.output_panel import name_of, top_of
 from clearhead.explorer.wire_format import pack
 from clearhead.models import Encoder, EncoderDecoder
@@ -19,9 +19,9 @@ MAX_COLUMNS = 256  # positions in one answer
 MAX_LOGITS = 2**24  # in memory at once
 
 
-def lens(passes: ForwardPasses, fields: Fields) -> Generator[None, None, bytes]:
+def lens(passes: ForwardPasses, fields: Fields) -> Steps[bytes]:
     """The likeliest token after each layer at each position, its probability, and the rank of the actual next token."""
-    forward = _forward_pass(passes, fields)
+    forward = yield from _forward_pass(passes, fields)
     total = 1 if passes.has_classes else len(forward.strip.ids)
     first = fields.integer("first", 0, total - 1, 0)
     n = fields.integer("n", 1, MAX_COLUMNS, min(total - first, MAX_COLUMNS))
@@ -47,9 +47,9 @@ def lens(passes: ForwardPasses, fields: Fields) -> Generator[None, None, bytes]:
     return pack(answer, p=torch.stack(probs).cpu().numpy(), rank=torch.stack(ranks).int().cpu().numpy())
 
 
-def cell(passes: ForwardPasses, fields: Fields) -> bytes:
+def cell(passes: ForwardPasses, fields: Fields) -> Steps[bytes]:
     """The k likeliest tokens after one layer at one position."""
-    forward = _forward_pass(passes, fields)
+    forward = yield from _forward_pass(passes, fields)
     layers = forward.residuals
     layer = fields.integer("layer", 0, len(layers) - 1)
     position = fields.integer("position", 0, 0 if passes.has_classes else len(forward.strip.ids) - 1)
@@ -61,10 +61,10 @@ def cell(passes: ForwardPasses, fields: Fields) -> bytes:
     return pack({"top": top, "rank": rank, "of": name_of(passes, int(following[0]))})
 
 
-def _forward_pass(passes: ForwardPasses, fields: Fields) -> ForwardPass:
+def _forward_pass(passes: ForwardPasses, fields: Fields) -> Steps[ForwardPass]:
     if passes.model.config.head == "none":
         raise InputError("this model ends in states (head='none'), which say no word; a lens needs a model with a head")
-    return passes.run(passes.parse(fields))
+    return (yield from passes.steps(passes.parse(fields)))
 
 
 def _following(passes: ForwardPasses, forward: ForwardPass, columns: slice) -> Tensor:

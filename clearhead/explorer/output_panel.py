@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -11,34 +13,58 @@ from jaxtyping import Float
 from torch import Tensor
 
 from clearhead.explorer.fields import Fields
-from clearhead.explorer.forward_passes import ForwardPass, ForwardPasses, Run
+from clearhead.explorer.forward_passes import Begun, ForwardPass, ForwardPasses, Run, Steps
 from clearhead.explorer.wire_format import pack
+from clearhead.inside.sites import blocks_of
 from clearhead.models import Encoder, EncoderDecoder
 
 TOP = 20
 
 
-def read(passes: ForwardPasses, fields: Fields) -> bytes:
-    """The tokens, and the model's output with and without the run's changes."""
+def read(passes: ForwardPasses, fields: Fields) -> Steps[bytes]:
+    """The tokens, and the model's output with and without the run's changes.
+
+    With `within` (milliseconds), a pass that takes longer is left for the next request, and only the tokens are answered: in
+    between, others see what the first layers have computed.
+    """
     run = passes.parse(fields)
+    end = time.monotonic() + fields.integer("within", 0, 60_000) / 1000 if fields.has("within") else math.inf
+    for each in (run.plain, run) if run.changes else (run,):
+        for _ in passes.steps(each):
+            if time.monotonic() >= end and each in passes.begun:
+                return _unfinished(passes, each)
+            yield
     forward = passes.run(run)
-    source = forward.source
-    arrays: dict[str, np.ndarray] = {}
-    if source.picture is not None:
-        arrays["picture"] = source.picture
-    if source.spectrogram is not None:
-        arrays["spectrogram"] = source.spectrogram
     answer = {
-        "source": source.strip.to_json(),
-        "target": None if forward.target is None else forward.target.to_json(),
-        "target_text": _target_text(passes, forward),
-        "truncated": False,
         "answer": output_of(passes, forward),
         "plain": output_of(passes, passes.run(run.plain)) if run.changes else None,
         "moved": _moved(passes, forward) if run.changes and passes.model.config.head == "none" else None,
         "note": _length_note(passes, run),
     }
-    return pack(answer, **arrays)
+    tokens, arrays = _given(passes, forward)
+    return pack({**tokens, **answer}, **arrays)
+
+
+def _unfinished(passes: ForwardPasses, run: Run) -> bytes:
+    begun, done = passes.progress(run)
+    tokens, arrays = _given(passes, begun)
+    return pack({**tokens, "layers": {"done": done, "of": len(blocks_of(passes.model))}}, **arrays)
+
+
+def _given(passes: ForwardPasses, begun: Begun) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The tokens, and the picture or the sound."""
+    source, arrays = begun.source, dict[str, np.ndarray]()
+    if source.picture is not None:
+        arrays["picture"] = source.picture
+    if source.spectrogram is not None:
+        arrays["spectrogram"] = source.spectrogram
+    tokens = {
+        "source": source.strip.to_json(),
+        "target": None if begun.target is None else begun.target.to_json(),
+        "target_text": _target_text(passes, begun),
+        "truncated": False,
+    }
+    return tokens, arrays
 
 
 def _moved(passes: ForwardPasses, forward: ForwardPass) -> dict[str, Any]:
@@ -52,15 +78,15 @@ def _moved(passes: ForwardPasses, forward: ForwardPass) -> dict[str, Any]:
 
 def _length_note(passes: ForwardPasses, run: Run) -> str | None:
     """What is not patched, if the second text has another length than the first."""
-    if run.second is None:
+    if run.second is None or not any(change.how == "patch" for change in run.changes):
         return None
     n, m = (len(passes.run(each).source.strip.ids) for each in (run.plain, replace(run.plain, text=run.second)))
     if m >= n:
-        return None if m == n else f"The second text has {m} tokens, the first {n}: places are patched one to one."
+        return None if m == n else f"The second text has {m} tokens, the first {n}: positions are patched one to one."
     return f"The second text has {m} tokens, the first {n}: only the first {m} are patched."
 
 
-def _target_text(passes: ForwardPasses, forward: ForwardPass) -> str | None:
+def _target_text(passes: ForwardPasses, forward: Begun) -> str | None:
     if forward.target is None:
         return None
     known = set(passes.inputs.tokenizer.vocab.values())

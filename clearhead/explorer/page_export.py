@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from clearhead.data import Tokenizer
 from clearhead.errors import ClearheadError
-from clearhead.explorer.explorer import Explorer
+from clearhead.explorer.explorer import Explorer, Work
+from clearhead.explorer.fields import Fields
 from clearhead.explorer.standalone_page import MAX_BYTES, write_page
-from clearhead.explorer.wire_format import key_of, unpack
+from clearhead.explorer.wire_format import key_of, pack, unpack
 from clearhead.models import Model
 
 LENS_COLUMNS = 256  # positions of a lens in one request of the page
@@ -35,9 +37,31 @@ def export_page(
 ) -> str:
     """The page as one file that needs neither server nor network. It names the maps that did not fit."""
     explorer = Explorer(model, tokenizer, name=name, path=path)
+    shown = text or explorer.example
+    run = {"model": name, "text": shown, "target": target, "second": None, "changes": []}
+    steps = page_steps(explorer, run, {}, most)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def export(explorer: Explorer, params: object) -> Work:
+    """The page's request to save itself: its run, and its address, which the file opens with."""
+    fields = Fields(params)
+    explorer.passes.parse(fields)
+    given = fields.nested("state").given
+    state = {key: Fields(given, "the address").text(key) for key in list(given)[:100]}
+    return pack({"page": (yield from page_steps(explorer, fields.nested("run").given, state, MAX_BYTES))})
+
+
+def page_steps(
+    explorer: Explorer, run: dict[str, Any], view: Mapping[str, str], most: int
+) -> Generator[None, None, str]:
+    """The file's text; between two steps others may use the model."""
     model_info = explorer.description()
-    run = {"model": name, "text": text or model_info["example"], "target": target, "second": None, "changes": []}
-    state = {key: value for key, value in run.items() if key in ("model", "text", "target") and value}
+    state = {**view, **{key: value for key, value in run.items() if key in ("model", "text", "target") and value}}
     collected = AnswerSet(explorer, most - len(write_page({}, {"state": state}).encode()) - 1000)
     collected.must("models", {})
     collected.must("read", {"run": run})
@@ -49,15 +73,19 @@ def export_page(
             for score in scores["scores"]:
                 fields = {"run": run, "site": site, "head": score["head"], "box": None, "most": 256}
                 maps.append((_interest(score), ("map", fields)))
-    for asked in _panel_requests(model_info, run):
+            yield
+    for asked in chain(_panel_requests(model_info, run), _neighbour_requests(collected, run)):
         collected.add(*asked)
-    for asked in _neighbour_requests(collected, run):
-        collected.add(*asked)
+        yield
     # The most interesting heads first: the page opens with one of them.
     ordered = sorted(maps, key=lambda pair: -pair[0])
-    left = [asked for _, asked in ordered if not collected.add(*asked)]
+    left: list[PageRequest] = []
+    for _, asked in ordered:
+        left += [] if collected.add(*asked) else [asked]
+        yield
     for asked in _lens_and_sweep_requests(collected, run):
         collected.add(*asked)
+        yield
     left_out = f"{len(left)} of {len(maps)} heads' maps did not fit into {most / 1e6:g} MB" if left else ""
     return write_page(collected.answers, {"state": state, "left_out": left_out})
 
@@ -107,9 +135,8 @@ def _interest(score: dict[str, Any]) -> float:
     return max(known) - 0.05 * (score["entropy"] or 0.0)
 
 
-def _panel_requests(model_info: dict[str, Any], run: dict[str, Any]) -> Iterator[PageRequest]:
-    """The requests of each panel when it is opened."""
-    model = {"model": run["model"]}
+def opening_requests(model_info: dict[str, Any], model: dict[str, str]) -> Iterator[PageRequest]:
+    """The requests of the panels that look at the model and at no text."""
     yield "diagram", model
     yield "positions", {**model, "length": 64}
     yield "geometry", model
@@ -117,7 +144,13 @@ def _panel_requests(model_info: dict[str, Any], run: dict[str, Any]) -> Iterator
     longest = max(8192, model_info["max_len"])
     lengths = [2 ** (i + 4) for i in range(int(math.log2(longest)) - 3)]
     yield "cost", {**model, "changes": {}, "batch": 1, "precision": "fp32", "mode": "forward", "lengths": lengths}
+
+
+def _panel_requests(model_info: dict[str, Any], run: dict[str, Any]) -> Iterator[PageRequest]:
+    """The requests of each panel when it is opened."""
+    yield from opening_requests(model_info, {"model": run["model"]})
     plain = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "seed": 0}
+    yield "attribution", {"run": run}
     yield "step", {"run": run, "ids": [], **plain}
     yield "beam", {"run": run, "beams": 3, "length_penalty": 1, "most": 16}
     for attention in model_info["attentions"]:

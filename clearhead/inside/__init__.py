@@ -3,6 +3,7 @@
 sites.py           the places in a model that can be recorded and changed
 evaluation_mode.py a model without dropout for a while, for several threads at once
 probe.py           `probe`: record them while the model runs
+patching.py        `patch_grid`: what brings over the answer of another text
 interventions.py   `intervene`: zero, scale, mean, patch, add; site_selection.py: of which rows and tokens
 logit_lens.py      what the model would predict after each layer
 attribution.py     a logit as a sum over heads and layers; saliency of input tokens
@@ -24,6 +25,7 @@ from clearhead.inside.head_scores import HeadScore, copied_tokens, entropy, head
 from clearhead.inside.interventions import Intervention, add, intervene, mean, patch, scale, zero
 from clearhead.inside.logit_lens import logit_lens
 from clearhead.inside.neighbours import neighbours
+from clearhead.inside.patching import PatchGrid, patch_grid
 from clearhead.inside.probe import Seen, probe
 from clearhead.inside.pruning import Savings, head_seconds, prune, savings
 from clearhead.inside.rollout import attention_rollout
@@ -34,6 +36,7 @@ __all__ = [
     "Effect",
     "HeadScore",
     "Intervention",
+    "PatchGrid",
     "Savings",
     "Seen",
     "Sweep",
@@ -49,6 +52,7 @@ __all__ = [
     "mean",
     "neighbours",
     "patch",
+    "patch_grid",
     "probe",
     "prune",
     "repeated_tokens",

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from clearhead.config import Config
 from clearhead.errors import InputError
 from clearhead.inside.evaluation_mode import eval_mode
 from clearhead.inside.logit_lens import check_head, head_stack
@@ -173,6 +174,12 @@ def saliency(
         for handle in handles:
             handle.remove()
     return [(x.detach() * slope).sum(-1) for x, slope in zip(entered, slopes, strict=True)]
+
+
+def is_linear(config: Config) -> bool:
+    """Whether logits of a model with a head are sums of what its layers wrote: `logit_attribution` takes only these."""
+    classes = config.head == "classes" and (config.pool == "max" or config.pooler or config.pool_normed)
+    return config.norm_first and not (config.head == "tokens" and config.head_transform) and not classes
 
 
 def _check_linear(model: Model) -> None:

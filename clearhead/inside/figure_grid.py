@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from io import BytesIO
 
@@ -17,6 +17,7 @@ from clearhead.inside.heatmap import label
 try:
     from matplotlib.axes import Axes
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import Colormap, LinearSegmentedColormap
     from matplotlib.figure import Figure
     from matplotlib.font_manager import FontProperties, findfont, get_font
 except ImportError:
@@ -27,7 +28,11 @@ BAR, BAR_WIDTH = 1.2, 0.85  # inches: the least height of a colour bar, and the 
 SMALL, LARGE = 8.0, 10.0  # points
 LINE = 1.35  # line height, in letter sizes
 ROW = SMALL * LINE / 72  # inches: the height of a line of small letters
-RISING, TWO_SIDED = "cividis", "PuOr"  # both are readable with any colour vision; the first also in grey
+# The explorer's colours: white is nothing, and more is always darker, so that they are readable in grey and with any colour vision.
+RISING = LinearSegmentedColormap.from_list(
+    "rising", ["#ffffff", "#deebf0", "#9ecad3", "#529eb2", "#226c92", "#1b3e6e", "#161640"]
+)
+TWO_SIDED = LinearSegmentedColormap.from_list("two-sided", ["#8a3506", "#d98a55", "#ffffff", "#529eb2", "#146a80"])
 
 
 class PlotFigure(Figure):
@@ -86,7 +91,7 @@ class Grid:
     axes: tuple[str, str] = ("", "")
     lowest: float = 0.0
     highest: float | None = None
-    colours: str = RISING
+    colours: Colormap = field(default_factory=lambda: RISING)
     dots: bool = False  # on each row's maximum
 
     def draw(self) -> PlotFigure:
@@ -168,8 +173,8 @@ class Grid:
                 while text and figure.extent(text, points) > wide - 0.05:
                     text = text.removesuffix("…")[:-1] + "…" if len(text.removesuffix("…")) > 1 else ""
                 share = (value - self.lowest) / span if span else 0.0
-                # Dark text on light cells: the upper half of the rising scale, the middle of the two-sided one.
-                dark = share > 0.55 if self.colours == RISING else 0.25 < share < 0.75
+                # Dark text on light cells: the lower half of the rising scale, the middle of the two-sided one.
+                dark = share < 0.5 if self.colours is RISING else 0.2 < share < 0.8
                 ax.text(
                     *(j, i, text),
                     size=points,

@@ -13,6 +13,7 @@ To change only a part of a site:
     batch      rows of the call's batch, by number or as a boolean (B,)
     positions  tokens by number, as a slice, or as a boolean (B, T). Numbers count from the start of the text, including cached
                tokens and without padding; negative ones count from the end of the call.
+    unit       numbers of the last axis: zero("blocks.3.feedforward.hidden", unit=17) removes a neuron of a feed-forward layer
 
 A probe entered inside the `with` records the changed values, one entered outside the values before the change (at q, k and v: the
 inputs of attention, from which it computes weights). Kernels, caches and engines work as usual, with two exceptions: changing
@@ -41,6 +42,7 @@ from clearhead.inside.site_selection import (
     as_indices,
     chosen_rows,
     chosen_tokens,
+    chosen_units,
     fit_value,
     over_tokens,
 )
@@ -61,6 +63,7 @@ class Intervention:
     head: Heads = None
     batch: Batch = None
     positions: Positions = None
+    unit: Heads = None
     source: Seen | None = None  # where values are taken from: only sites recorded there are changed
 
     def apply(self, x: Tensor, call: SiteCall) -> Tensor:
@@ -78,6 +81,8 @@ class Intervention:
         if self.head is not None:
             heads = heads_of(self.head, x.shape[1], call.site)
             terms.append(torch.isin(torch.arange(x.shape[1], device=x.device), as_indices(heads, x)).view(1, -1, 1, 1))
+        if self.unit is not None:
+            terms.append(chosen_units(self.unit, x, call.site))
         if not terms:
             return None
         chosen = terms[0]
@@ -86,15 +91,23 @@ class Intervention:
         return chosen
 
 
-def zero(site: str, *, head: Heads = None, batch: Batch = None, positions: Positions = None) -> Intervention:
+def zero(
+    site: str, *, head: Heads = None, batch: Batch = None, positions: Positions = None, unit: Heads = None
+) -> Intervention:
     """Replace by zeros."""
     return Intervention(
-        pattern=site, change=lambda x, _: torch.zeros_like(x), head=head, batch=batch, positions=positions
+        pattern=site, change=lambda x, _: torch.zeros_like(x), head=head, batch=batch, positions=positions, unit=unit
     )
 
 
 def scale(
-    site: str, by: float | Tensor, *, head: Heads = None, batch: Batch = None, positions: Positions = None
+    site: str,
+    by: float | Tensor,
+    *,
+    head: Heads = None,
+    batch: Batch = None,
+    positions: Positions = None,
+    unit: Heads = None,
 ) -> Intervention:
     """Multiply by a number, or by one number for each row of the batch."""
 
@@ -107,7 +120,7 @@ def scale(
             )
         return x * by.to(x).view(-1, *(1,) * (x.ndim - 1))
 
-    return Intervention(pattern=site, change=change, head=head, batch=batch, positions=positions)
+    return Intervention(pattern=site, change=change, head=head, batch=batch, positions=positions, unit=unit)
 
 
 def mean(
@@ -117,6 +130,7 @@ def mean(
     head: Heads = None,
     batch: Batch = None,
     positions: Positions = None,
+    unit: Heads = None,
 ) -> Intervention:
     """Replace by the mean over the rows and real tokens of this call, or `of` another run: a tensor, or what a probe recorded.
 
@@ -129,11 +143,19 @@ def mean(
         real = over_tokens(call.positions != ABSENT, x).expand(len(x), *(-1,) * (x.ndim - 1)).to(x)
         return (x * real).sum((0, -2), keepdim=True) / real.sum((0, -2), keepdim=True)
 
-    return Intervention(pattern=site, change=change, head=head, batch=batch, positions=positions, source=_source(of))
+    return Intervention(
+        pattern=site, change=change, head=head, batch=batch, positions=positions, unit=unit, source=_source(of)
+    )
 
 
 def patch(
-    site: str, value: Tensor | Seen, *, head: Heads = None, batch: Batch = None, positions: Positions = None
+    site: str,
+    value: Tensor | Seen,
+    *,
+    head: Heads = None,
+    batch: Batch = None,
+    positions: Positions = None,
+    unit: Heads = None,
 ) -> Intervention:
     """Replace by the values of another run: a tensor that fits the site, or what a probe recorded.
 
@@ -144,7 +166,9 @@ def patch(
         new, there = fit_value(_value(value, call.site), x, call)
         return torch.where(there, new, x)
 
-    return Intervention(pattern=site, change=change, head=head, batch=batch, positions=positions, source=_source(value))
+    return Intervention(
+        pattern=site, change=change, head=head, batch=batch, positions=positions, unit=unit, source=_source(value)
+    )
 
 
 def add(

@@ -91,13 +91,13 @@ def plot_lens(
     *,
     title: str = "Logit lens",
 ) -> PlotFigure:
-    """The likeliest token after each layer (of `logit_lens(...)[:, 0]`), the last layer on top; brightness is its probability."""
+    """The likeliest token after each layer (of `logit_lens(...)[:, 0]`), the first layer on top; a darker cell is likelier."""
     _check_names(tokens, lens.shape[1], "tokens", "places")
     likely = lens.float().softmax(-1).max(-1)
-    texts = [[name(int(id)) for id in row] for row in likely.indices.flip(0)] if len(tokens) <= MAX_CELLS else None
-    rows = [*(f"after block {layer}" for layer in reversed(range(len(lens) - 1))), "embedding"]
+    texts = [[name(int(id)) for id in row] for row in likely.indices] if len(tokens) <= MAX_CELLS else None
+    rows = ["embedding", *(f"after block {layer}" for layer in range(len(lens) - 1))]
     return Grid(
-        likely.values.flip(0),
+        likely.values,
         rows,
         [label(token) for token in tokens],
         title=title,
@@ -135,7 +135,7 @@ def plot_heads(scores: Sequence[HeadScore], kind: str = "induction", *, title: s
 
 
 def plot_attribution(found: Attribution, *, batch: int = 0, position: int = -1, title: str = "") -> PlotFigure:
-    """What each head and each feed-forward layer added directly to one logit: orange lowers it, purple raises it."""
+    """What each head and each feed-forward layer added directly to one logit: orange lowers it, blue raises it."""
     values = {
         name: float(part[batch, position] if part.ndim == 2 else part[batch]) for name, part in found.parts.items()
     }
@@ -163,6 +163,33 @@ def plot_attribution(found: Attribution, *, batch: int = 0, position: int = -1, 
         cell=(0.46, 0.26),
         texts=[["" if math.isnan(value) else f"{round(value, 1) + 0.0:.1f}" for value in row] for row in grid.tolist()],
         axes=("", "head"),
+        lowest=-most,
+        highest=most,
+        colours=TWO_SIDED,
+    ).draw()
+
+
+def plot_effects(
+    effects: Float[Tensor, "layers T"],
+    layers: Sequence[str],
+    tokens: Sequence[str],
+    *,
+    title: str = "Effects of patching",
+) -> PlotFigure:
+    """What a state brings back, as a share: one row per layer, one column per token. 1 is all, below 0 makes it worse."""
+    _check_names(layers, effects.shape[0], "layers", "rows")
+    _check_names(tokens, effects.shape[1], "tokens", "columns")
+    values = effects.detach().float().cpu()
+    most = max(1.0, float(values.abs().max()))
+    return Grid(
+        values,
+        layers,
+        [label(token) for token in tokens],
+        title=title,
+        note="Each state alone, in one run: what two of them bring back together may be more or less than their sum.",
+        scale="share brought back",
+        cell=(0.42, 0.26),
+        texts=[[f"{value + 0.0:.2f}" if abs(value) >= 0.005 else "" for value in row] for row in values.tolist()],
         lowest=-most,
         highest=most,
         colours=TWO_SIDED,

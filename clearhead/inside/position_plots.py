@@ -98,7 +98,7 @@ def _draw_kind(figure: PlotFigure, left: Axes, right: Axes, name: str, drawing: 
     n = len(drawing.lines)
     for head, line in enumerate(drawing.lines):
         # The colour map's light end would be invisible on white.
-        shade = image.cmap(0.85 * head / max(n - 1, 1)) if drawing.is_bias and not two_sided else None
+        shade = image.cmap(1 - 0.7 * head / max(n - 1, 1)) if drawing.is_bias and not two_sided else None
         right.plot(line.numpy(), color=shade or ("C0" if n == 1 else str(0.65 * head / (n - 1))), lw=1.2)
     right.axhline(0, color="0.8", lw=0.8, zorder=0)
     right.set_title("by distance" + (", a line a head" if n > 1 else ""), size=SMALL, loc="left")

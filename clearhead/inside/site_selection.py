@@ -46,6 +46,14 @@ def chosen_rows(batch: int | Sequence[int] | Tensor, x: Tensor, site: str) -> Bo
     return torch.isin(torch.arange(len(x), device=x.device), as_indices([row % len(x) for row in rows], x))
 
 
+def chosen_units(unit: int | Sequence[int], x: Tensor, site: str) -> Bool[Tensor, " d"]:
+    """The elements of the last axis that `unit` names."""
+    units = [unit] if isinstance(unit, int) else [int(each) for each in unit]
+    if not units or any(not 0 <= each < x.shape[-1] for each in units):
+        raise InputError(f"{site!r} has units 0 .. {x.shape[-1] - 1}; got unit={unit!r}; name one or some of these")
+    return torch.isin(torch.arange(x.shape[-1], device=x.device), as_indices(units, x))
+
+
 def chosen_tokens(positions: int | Sequence[int] | slice | Tensor, x: Tensor, call: SiteCall) -> Bool[Tensor, "_ T"]:
     """The tokens that `positions` names."""
     at = call.positions

@@ -30,7 +30,7 @@ class Opened:
         self.outside: list[str] = []
         self.asked: list[str] = []
         self.waiting: set[Request] = set()
-        context.set_default_timeout(8_000)
+        context.set_default_timeout(30_000)
         context.route("**/*", self._route)
         if script:
             context.add_init_script(script)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.browser.conftest import Open
 from tests.browser.opened import Opened
+from tests.browser.test_access import EVERY
 
 CHANGE = "blocks.1.attention:0:zero,blocks.2.attention:3:zero"
 
@@ -24,6 +25,7 @@ def test_an_encoder_without_a_head_tells_how_its_states_turn(open_page: Open) ->
     cosines = [float(each) for each in one.panel.locator(".before-after .bars b").all_inner_texts()]
     assert cosines == sorted(cosines)
     assert cosines[0] < 1
+    assert "loss" not in one.panel.inner_text(), "there is nothing to measure"
 
 
 def test_a_sweep_is_signed(open_page: Open) -> None:
@@ -62,12 +64,12 @@ def test_generate_follows_the_changes_and_says_so(open_page: Open) -> None:
     assert one.page.locator("#changed").is_hidden()
 
 
-@pytest.mark.parametrize("panel", ["heads", "lens", "flow", "intervene", "generate", "positions", "geometry", "cost"])
+@pytest.mark.parametrize("panel", EVERY.split())
 def test_every_panel_says_that_heads_are_changed(open_page: Open, panel: str) -> None:
     one = open_page(model="gpt", panel=panel, changes=CHANGE)
     words = one.page.locator("#changed").inner_text()
     assert "2 heads changed" in words
-    assert ("without the change" in words) == (panel in ("positions", "geometry", "cost"))
+    assert ("without the change" in words) == (panel in ("positions", "sandbox", "geometry", "cost"))
 
 
 def test_a_lens_of_a_long_text_opens_on_the_token_of_the_card(open_page: Open) -> None:
@@ -122,6 +124,7 @@ def test_a_masked_model_says_whether_a_token_is_masked(open_page: Open) -> None:
 def test_a_model_of_pictures_has_no_words_for_tokens(open_page: Open) -> None:
     one = open_page(model="digits", panel="lens")
     assert one.panel.locator(".cell-top h3").inner_text().startswith("Of the whole input")
+    assert "token" not in one.panel.inner_text().lower()
     one.tab("heads")
     assert one.panel.get_by_label("Order by").count() + one.panel.get_by_role("radio", name="induction").count() <= 1
     assert one.panel.get_by_role("radio", name="induction").count() == 0

@@ -68,6 +68,31 @@ def test_a_tap_reads_the_map(open_page: Open) -> None:
     assert "\u2192" in one.panel.locator(".readout").inner_text(), "what was tapped stays to be read"
 
 
+@pytest.mark.parametrize("model", ["gpt", "translator", "digits"])
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_the_models_drawing_is_whole_and_tapped(open_page: Open, model: str, width: int, height: int) -> None:
+    """Every word is inside its part's box; on a phone the drawing is as wide as its card, and a tap opens the part's panel."""
+    one = open_page(model=model, panel="model", width=width, height=height)
+    assert one.page.evaluate("document.documentElement.scrollWidth") <= width
+    outside = one.panel.locator(".diagram g[role=link]").evaluate_all(
+        """all => all.filter(part => {
+             const box = part.querySelector('rect').getBBox();
+             return [...part.querySelectorAll('text')].some(text => {
+               const word = text.getBBox();
+               return word.x < box.x || word.x + word.width > box.x + box.width || word.y + word.height > box.y + box.height;
+             });
+           }).map(part => part.textContent)"""
+    )
+    assert outside == []
+    part = one.panel.locator(".diagram g[role=link]").filter(has_text="attention").first
+    part.scroll_into_view_if_needed()
+    box = part.bounding_box()
+    assert box is not None
+    one.page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    one.settle()
+    assert one.state()["panel"] == "heads"
+
+
 def test_back_goes_back(open_page: Open) -> None:
     one = open_page(model="gpt", text="the cat sat")
     one.tab("lens")

@@ -14,8 +14,8 @@ LONG_TASKS = """
   new PerformanceObserver(list => window.tasks.push(...list.getEntries().map(each => [each.startTime, each.duration])))
     .observe({type: 'longtask', buffered: true});
 """
-# The aim is 50 ms, and benchmarks/cpu/explorer_page.py measures it; here only a large delay fails.
-MOST = 250
+# The aim is 50 ms, and benchmarks/cpu/explorer_page.py measures it. Here only a page that hangs fails: other programs may run.
+MOST = 2500
 WORDS = ["the", "cat", "sat", "on", "the", "mat", "a", "dog", "ran", "over", "the", "hill"]
 TEXT = " ".join(WORDS[(7 * i + i * i // 3) % len(WORDS)] for i in range(857))
 

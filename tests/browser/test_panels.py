@@ -17,13 +17,14 @@ from tests.browser.opened import Opened
 
 HEADS_OF_LAYER = 4
 TABS = {
-    "gpt": "model heads lens flow intervene generate positions sandbox geometry cost",
-    "classes": "model heads lens flow intervene positions sandbox geometry cost",
-    "masked": "model heads lens flow intervene positions sandbox geometry cost",
-    "translator": "model heads lens flow intervene generate positions sandbox geometry cost",
-    "digits": "model heads lens flow intervene positions sandbox cost",
+    "gpt": "model heads follow lens flow intervene attribution patching generate positions sandbox geometry cost",
+    "classes": "model heads follow lens flow intervene positions sandbox geometry cost",
+    "masked": "model heads follow lens flow intervene positions sandbox geometry cost",
+    "translator": "model heads follow lens flow intervene generate positions sandbox geometry cost",
+    "digits": "model heads follow lens flow intervene attribution positions sandbox cost",
 }
-CASES = [(model, panel) for model, panels in TABS.items() for panel in panels.split()]
+ELSEWHERE = {"follow", "attribution", "patching"}  # used in test_follow.py and test_causes.py
+CASES = [(model, panel) for model, panels in TABS.items() for panel in panels.split() if panel not in ELSEWHERE]
 
 
 @pytest.mark.parametrize("model", list(TABS))
@@ -74,7 +75,7 @@ def use_heads(one: Opened, place: Path, model: str) -> None:
     else:
         page.locator(".strip [role=option]").last.hover()
         assert page.locator(".strip [role=option][style*='background']").count() >= 1
-    assert re.search("looks hardest at", panel.locator(".readout").inner_text())
+    assert re.search("attends most to", panel.locator(".readout").inner_text())
     if model == "translator":
         hard = panel.get_by_label("Hard alignment")
         assert hard.is_checked()
@@ -96,7 +97,7 @@ def use_lens(one: Opened, place: Path, model: str) -> None:
     one.page.keyboard.press("ArrowDown")
     one.settle()
     assert one.state()["lens.layer"] == "1"
-    one.choose("rank of the actual token")
+    one.choose("rank of the final class" if labels else "rank of the actual token")
     assert one.state()["lens.by"] == "rank"
 
 
@@ -132,7 +133,9 @@ def use_intervene(one: Opened, place: Path, model: str) -> None:
         one.choose("from another text")
         cells.nth(0).click()
         assert "other text" in panel.locator(".error").inner_text()
-        panel.locator("textarea").fill("The dog lay on the rug. The cat sat on the mat. The dog")
+        panel.get_by_label("The other text, as many tokens as the first").fill(
+            "The dog lay on the rug. The cat sat on the mat. The dog"
+        )
         page.wait_for_timeout(300)
         with page.expect_response("**/explore/read"):
             cells.nth(0).click()
@@ -175,7 +178,7 @@ def use_positions(one: Opened, place: Path, model: str) -> None:
     for canvas in panel.locator(".gallery canvas").all():
         assert one.colours(canvas) > 3
     one.choose("The numbers themselves")
-    panel.get_by_label("Places", exact=True).fill("16")
+    panel.get_by_label("Positions", exact=True).fill("16")
     one.settle()
     assert one.state()["positions.length"] == "16"
 
@@ -231,9 +234,10 @@ def use_cost(one: Opened, place: Path, model: str) -> None:
     panel = one.panel
     n_params = sum(weight.numel() for weight in ch.load(place).parameters())
     stats = panel.locator(".stats").first
-    told = re.search(r"parameters\s+([\d.]+) ?([kM])", stats.inner_text())
+    told = re.search(r"parameters\s+([\d.,]+) ?([kM]?)", stats.inner_text())
     assert told
-    assert float(told[1]) * {"k": 1e3, "M": 1e6}[told[2]] == pytest.approx(n_params, rel=0.01)
+    factor = {"": 1, "k": 1e3, "M": 1e6}[told[2]]
+    assert float(told[1].replace(",", "")) * factor == pytest.approx(n_params, rel=0.01)
     before = stats.inner_text()
     panel.get_by_label("Layers").fill("24")
     one.settle()
@@ -246,7 +250,7 @@ def use_cost(one: Opened, place: Path, model: str) -> None:
     if model != "digits":
         measure.click()
         one.settle()
-        panel.locator(".legend").get_by_text("measured").wait_for()
+        panel.locator(".legend").get_by_text("measured, the model").wait_for()
     for canvas in panel.locator("canvas").all():
         assert one.colours(canvas) > 3
 
@@ -259,12 +263,14 @@ def use_model(one: Opened, place: Path, model: str) -> None:
     counts = one.panel.locator("table tbody td:last-child").all_inner_texts()
     assert sum(int(each.replace(",", "")) for each in counts) == n_params
     assert parts.count() == len(counts)
-    for kind, heading in (("attention", "Every head"), ("feed-forward", "What if?")):
+    for number, wanted in enumerate(parts.evaluate_all("all => all.map(part => part.dataset.panel)")):
         one.tab("model")
-        parts.filter(has_text=kind).last.focus()
+        parts.nth(number).focus()
         one.page.keyboard.press("Enter")
         one.settle()
-        assert one.panel.get_by_role("heading", name=heading).count() == 1
+        tabs = one.page.locator("[role=tab]").evaluate_all("all => all.map(tab => tab.id.slice(4))")
+        assert one.state()["panel"] == (wanted if wanted in tabs else "cost"), number
+        assert one.errors == [], number
     one.tab("model")
     wanted = {"translator": ("cross-attention", "cross")}.get(model, ("attention", "attention"))
     parts.filter(has_text=wanted[0]).first.click()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 
 import clearhead as ch
+from clearhead.errors import InputError
 from clearhead.explorer import Explorer, forward_passes
 from clearhead.explorer.explorer import ANSWERS
 from clearhead.explorer.samples import example_text, sample_sound
 from clearhead.explorer.wire_format import unpack
+from clearhead.inside.sites import blocks_of
 from tests.explorer.models import ask, make_explorer, make_run
 
 CLOSE = 1e-5  # fp32; only the order of summation differs
@@ -51,7 +54,7 @@ def test_the_cache_grows_linearly_with_the_length(monkeypatch: pytest.MonkeyPatc
     sizes: list[int] = []
     for n in (1, 2, 4):
         run = make_run(explorer, "the cat sat " * 4 * n)
-        ask(explorer, "grid", run=run, attention="attention", layer=1)
+        ask(explorer, "lens", run=run)
         made = next(reversed(explorer.passes.cached.values()))
         T = len(made.strip.ids)
         assert made.n_bytes == 4 * T * 24 * (3 * 2 + 4 + 1)  # q and k of three layers, four streams, and the states
@@ -62,6 +65,55 @@ def test_the_cache_grows_linearly_with_the_length(monkeypatch: pytest.MonkeyPatc
     ask(explorer, "read", run=make_run(explorer, "the mat"))
     assert sum(each.n_bytes for each in explorer.passes.cached.values()) <= sizes[-1] + 1
     assert len(explorer.passes.cached) >= 1
+
+
+@pytest.mark.parametrize("kind", ["decoder", "classes", "pair"])
+def test_first_layers_are_answered_before_the_last_are_computed(kind: str) -> None:
+    """A map and thumbnails of a layer need the blocks up to it; the pass goes on from there, to the same end as in one go."""
+    explorer, whole = make_explorer(kind), make_explorer(kind)
+    run = make_run(explorer, "the cat sat on the mat", target="the cat" if kind == "pair" else None)
+    group = {"pair": "encoder"}.get(kind, "attention")
+    site = explorer.passes.groups()[group][0]
+    calls = count_calls(explorer)
+    asked = dict(run=run, site=site, head=1)
+    first = ask(explorer, "map", **asked)
+    assert sum(calls.values()) == 1, "one block of all"
+    ask(explorer, "grid", run=run, attention=group, layer=0)
+    assert sum(calls.values()) == 1
+    told, _ = ask(explorer, "read", run=run, within=0)
+    assert told["layers"] == {"done": 2, "of": len(calls)}
+    assert told["source"]["tokens"]
+    assert "answer" not in told
+    answer, _ = ask(explorer, "read", run=run)
+    assert set(calls.values()) == {1}, "no block runs twice"
+    assert answer == ask(whole, "read", run=run)[0]
+    assert (first[1]["map"] == ask(whole, "map", **asked)[1]["map"]).all()
+
+
+def test_a_pass_that_is_left_gives_way() -> None:
+    """Texts typed one after the other: only the last few unfinished passes are kept, and a failed one is forgotten."""
+    explorer = make_explorer("decoder")
+    for text in ("the", "the cat", "the cat sat", "the cat sat on"):
+        ask(explorer, "read", run=make_run(explorer, text), within=0)
+    assert [run.text for run in explorer.passes.begun] == ["the cat sat", "the cat sat on"]
+    with pytest.raises(InputError, match="tokens"):
+        ask(explorer, "read", run=make_run(explorer, "the cat " * 999))
+    assert len(explorer.passes.begun) == 2
+
+
+def count_calls(explorer: Explorer) -> dict[str, int]:
+    """How often each block is called from now on."""
+    calls = dict.fromkeys(blocks_of(explorer.model), 0)
+
+    def count(name: str) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            calls[name] += 1
+
+        return hook
+
+    for name, block in blocks_of(explorer.model).items():
+        block.register_forward_hook(count(name))
+    return calls
 
 
 def test_no_hook_stays(explorers: dict[str, Explorer]) -> None:

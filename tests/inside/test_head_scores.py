@@ -21,7 +21,8 @@ from clearhead.inside import (
     head_scores,
     repeated_tokens,
 )
-from clearhead.models import Decoder
+from clearhead.lessons import references
+from clearhead.lessons.models import designed_decoder
 from tests.inside.models import FP32, TOKENS, gpt2s
 
 
@@ -72,6 +73,7 @@ def counted_by_hand(weights: Tensor, tokens: Tensor | None, first: list[int]) ->
     sums: dict[str, list[float]] = {name: [] for name in ("entropy", "confidence", "previous", "first", "induction")}
     distances: Counter[int] = Counter()
     for b, map_ in enumerate(weights.tolist()):
+        sums["induction"] += [] if tokens is None else references.induction(map_, tokens[b].tolist())
         for t, row in enumerate(map_):
             if t < first[b]:
                 continue
@@ -81,10 +83,6 @@ def counted_by_hand(weights: Tensor, tokens: Tensor | None, first: list[int]) ->
                 sums["previous"].append(row[t - 1])
                 sums["first"].append(row[first[b]])
                 distances[row.index(max(row)) - t] += 1
-            if tokens is not None:
-                after = [row[s] for s in range(1, t) if tokens[b, s - 1] == tokens[b, t]]
-                if after:
-                    sums["induction"].append(sum(after))
     scores: dict[str, float | int] = {name: sum(values) / len(values) for name, values in sums.items() if values}
     best = max(distances.values())
     return scores | {"positional": best / distances.total(), "most": best}
@@ -168,49 +166,8 @@ def test_alignment_is_the_weight_on_the_pairs() -> None:
         head_scores(model, source, target, aligned=pairs[..., :12])
 
 
-def by_design() -> Decoder:
-    """Two layers, weights set by hand, no norm: layer 0 writes each token's predecessor beside it (head 0) and attends to the
-    first token (head 1); layer 1's head 0 attends to positions whose predecessor is this token. Its head 1 attends nowhere in
-    particular. The stream is [token | position | predecessor], each one-hot."""
-    V, P = 13, 20
-    D, E = 2 * V + P, 20
-    config = ch.preset(
-        "gpt2",
-        n_layers=2,
-        d_model=D,
-        n_heads=2,
-        d_head=E,
-        d_ff=3,
-        vocab_size=V,
-        max_len=P,
-        norm="none",
-        dropout=0.0,
-        attention_dropout=0.0,
-        attention_scale=1.0,
-    )
-    model = ch.build(config).eval()
-    token, position, before = slice(0, V), slice(V, V + P), slice(V + P, D)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-        model.tokens.weight[:, token] = torch.eye(V)
-        model.positions.weight[:, position] = torch.eye(P)
-        q, k, v = model.blocks[0].attention.qkv.weight.split(2 * E)
-        q[:P, position] = 50 * torch.eye(P).roll(-1, 0)  # at t it attends to t - 1
-        k[:P, position] = torch.eye(P)
-        v[:V, token] = torch.eye(V)
-        model.blocks[0].attention.o_proj.weight[before, :V] = torch.eye(V)
-        q[E, position] = 50  # head 1: from any position to the first
-        k[E, position.start] = 1
-        q, k, _ = model.blocks[1].attention.qkv.weight.split(2 * E)
-        q[:V, token] = 50 * torch.eye(V)
-        k[:V, before] = torch.eye(V)
-    assert isinstance(model, Decoder)
-    return model
-
-
 def test_heads_made_by_hand_are_found() -> None:
-    model = by_design()
+    model = designed_decoder((("previous", "first", "idle"), ("induction", "idle", "idle")))
     scores: dict[tuple[str, int], HeadScore] = {
         (score.site, score.head): score for score in head_scores(model, repeated_tokens(13, length=10))
     }

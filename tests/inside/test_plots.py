@@ -28,6 +28,7 @@ from clearhead.inside.logit_lens import logit_lens
 from clearhead.inside.plots import (
     plot_alignment,
     plot_attribution,
+    plot_effects,
     plot_heads,
     plot_lens,
     plot_map,
@@ -111,7 +112,9 @@ def test_a_map_shows_the_weights() -> None:
     figure = plot_map(weights, words(11), words(7), title=r"which $\head$?")
     image = figure.axes[0].images[0]
     assert torch.equal(torch.tensor(image.get_array().data), weights)
-    assert image.get_cmap().name == "cividis"
+    colours = image.get_cmap()(torch.linspace(0, 1, 101).numpy())[:, :3] @ [0.2126, 0.7152, 0.0722]
+    assert colours[0] == pytest.approx(1), "nothing is white"
+    assert (colours[1:] < colours[:-1]).all(), "and more is darker"
     assert r"which $\head$?" in assert_readable(figure)  # not parsed as a formula
 
 
@@ -172,10 +175,10 @@ def test_the_lens_grid(T: int) -> None:
     assert texts.count("after block 1") == 1
     cells = {text.get_position(): text.get_text() for text in figure.axes[0].texts}
     assert bool(cells) == (T <= 31)
-    if cells:  # the last layer is on top
-        assert [cells[at, 0] for at in range(T)] == [f"{id}!" for id in lens[-1].argmax(-1).tolist()]
+    if cells:  # layers run down, as on the explorer's page
+        assert [cells[at, 2] for at in range(T)] == [f"{id}!" for id in lens[-1].argmax(-1).tolist()]
         shown = torch.tensor(figure.axes[0].images[0].get_array().data)
-        torch.testing.assert_close(shown[2], lens[0].softmax(-1).amax(-1).float())
+        torch.testing.assert_close(shown[0], lens[0].softmax(-1).amax(-1).float())
 
 
 def test_words_in_cells_are_cut_to_fit() -> None:
@@ -193,6 +196,19 @@ def test_the_grid_of_heads() -> None:
     figure = plot_heads(scores, "previous")
     assert "decoder.blocks.1.cross" not in assert_readable(figure)
     assert figure.axes[0].images[0].get_array()[0, 2] == pytest.approx(scores[2].previous)
+
+
+@pytest.mark.parametrize(("n_layers", "n_tokens"), [(2, 14), (30, 5), (48, 120)])
+def test_effects_of_patching(n_layers: int, n_tokens: int) -> None:
+    effects = torch.linspace(-0.3, 1.2, n_layers * n_tokens).unflatten(0, (n_layers, n_tokens))
+    layers = [f"after block {layer}" for layer in range(n_layers)]
+    figure = plot_effects(effects, layers, words(n_tokens))
+    texts = assert_readable(figure)
+    assert "share brought back" in [" ".join(text.split()) for text in texts]
+    assert figure.axes[0].images[0].get_clim() == pytest.approx((-1.2, 1.2))  # 0 is the middle of the colours
+    assert ("-0.30" in texts) == (n_tokens < 100)
+    with pytest.raises(ch.InputError, match="were given to name"):
+        plot_effects(effects, layers[1:], words(n_tokens))
 
 
 def test_a_model_with_many_heads_and_one_with_pruned_ones() -> None:

@@ -1,5 +1,7 @@
 /** The one way to an answer: from the server, or from the answers an exported page carries. */
 
+import {asks} from './draw.js';
+
 const KEPT = 240;
 /** @type {Map<string, Answer>} in order of use */
 const kept = new Map();
@@ -44,16 +46,27 @@ export async function ask(name, params, lane) {
   const key = canonical(name, params);
   // A measured time is a new answer each time; all others depend on the request alone.
   const found = name !== 'measure' && kept.get(key);
-  const answer = found || unpack(window.CLEARHEAD_ANSWERS ? embedded(key) : await send(name, JSON.stringify(params), 'application/json', control.signal));
+  const answer = found || (await answered(name, params, key, control.signal));
   control.signal.throwIfAborted();
   kept.delete(key);
-  kept.set(key, answer);
+  // Of an unfinished run more is known a moment later.
+  if (!answer.layers && name !== 'export') kept.set(key, answer);
   if (kept.size > KEPT) kept.delete([...kept.keys()][0]);
   return answer;
 }
 
-/** Whether there is an answer: always from a server, in an exported page where it holds it. @param {string} name @param {Params} params */
-export const has = (name, params) => !window.CLEARHEAD_ANSWERS || canonical(name, params) in window.CLEARHEAD_ANSWERS;
+/** From the server; in an exported page from the answers it holds, or computed here. @param {string} name @param {Params} params @param {AbortSignal} signal */
+async function answered(name, params, key = '', signal) {
+  if (!window.CLEARHEAD_ANSWERS) return unpack(await send(name, JSON.stringify(params), 'application/json', signal));
+  if (!window.CLEARHEAD_LOCAL?.names.includes(name)) return unpack(embedded(key));
+  // What made way for a newer request meanwhile is not computed at all.
+  await new Promise((go) => setTimeout(go));
+  signal.throwIfAborted();
+  return window.CLEARHEAD_LOCAL.answer(name, params);
+}
+
+/** Whether there is an answer: always from a server, in an exported page where it holds or computes it. @param {string} name @param {Params} params */
+export const has = (name, params) => asks(name) || canonical(name, params) in (window.CLEARHEAD_ANSWERS ?? {});
 
 /** Whether a request only made way for a newer one. @param {unknown} error */
 export const isOld = (error) => error instanceof DOMException && error.name === 'AbortError';

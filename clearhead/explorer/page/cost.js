@@ -29,9 +29,9 @@ export function panel(root, page) {
     state.set(Object.fromEntries(keys.map((key) => [key, null])));
     buildControls();
   });
-  const box = card('What if?', 'Nothing is built: the forecast counts every multiplication and every byte.', controls, row(own), stats);
-  const work = card('Operations', 'Attention grows with the square of the length, all else with the length.');
-  const gauge = liveOnly(button('Measure here', measure));
+  const box = card('What it costs', 'Computed from the config by counting operations and bytes; no model is built. Change the sizes to see the cost of another model.', controls, row(own), stats);
+  const work = card('Operations', 'The operations of attention grow with the square of the length, all others with the length.');
+  const gauge = liveOnly(button('Measure here', measure), 'measure');
   // A model of pictures has one length only.
   const clock = card('Time on this machine', '', inputs === 'patches' ? null : row(gauge, el('span', {class: 'note'}, 'Runs the model at a few short lengths.')));
   const memory = card('Memory');
@@ -50,8 +50,8 @@ export function panel(root, page) {
       slider('Heads', [1, Math.max(64, now.heads)], get('heads'), put('heads')),
       slider('Batch', [0, 8], Math.log2(get('batch')), (log) => put('batch')(2 ** log), (log = 0) => String(2 ** log)),
       choice('Precision', [['fp32', 'float32'], ['bf16', 'bfloat16'], 'int8', 'int4'], state.get('cost.precision', now.precision), put('precision')),
-      choice('Doing', modes.slice(0, shape === 'encoder' ? 2 : 3), state.get('cost.mode', now.mode), put('mode')));
-    liveOnly(controls);
+      choice('Task', modes.slice(0, shape === 'encoder' ? 2 : 3), state.get('cost.mode', now.mode), put('mode')));
+    liveOnly(controls, 'cost');
   }
   function update() {
     /** @type {Params} */
@@ -71,8 +71,8 @@ export function panel(root, page) {
     const rows = (series, unit = '') => x.map((length, j) => [length, ...series.map(({y}) => short(y[j]) + unit)]);
     const some = (/** @type {Series} */ {y}) => Array.from(y).some(Boolean);
     const work = lines(arrays.flops, parts);
-    workChart.show({x: X, y: {label: 'operations', log: true}, series: work.filter(some), marks: crossover ? [{x: crossover, label: 'crossover'}] : []});
-    workChart.say(crossover ? `From ${crossover.toLocaleString('en')} tokens on, attention takes more than all else.` : 'Attention never takes more than all else.', ['length', ...parts], rows(work, ''));
+    workChart.show({x: X, y: {label: 'operations', log: true}, series: work.filter(some), marks: crossover ? [{x: crossover, label: 'attention = all others'}] : []});
+    workChart.say(crossover ? `From ${crossover.toLocaleString('en')} tokens on, attention takes more operations than all other parts.` : 'Attention never takes more operations than all other parts.', ['length', ...parts], rows(work, ''));
     const held = lines(arrays.bytes, kinds);
     const peak = held[kinds.indexOf('peak')].y;
     memoryChart.show({x: X, y: {label: 'bytes', log: true}, series: held.filter(some)});
@@ -83,8 +83,8 @@ export function panel(root, page) {
   }
   function showTime() {
     const found = measured && {name: 'measured, the model as it is', ...measured, dots: true};
-    clockChart.show({x: X, y: {label: 'seconds', log: true}, series: [{name: 'at least, by this machine’s best rate', x, y: seconds, dash: true}, ...(found ? [found] : [])]});
-    clockChart.say(`No less than ${time(seconds[last])} at ${short(x[last])} tokens, at this machine’s best rate.`,
+    clockChart.show({x: X, y: {label: 'seconds', log: true}, series: [{name: 'at least, by the best rate measured here', x, y: seconds, dash: true}, ...(found ? [found] : [])]});
+    clockChart.say(`At least ${time(seconds[last])} at ${short(x[last])} tokens, by the best rate measured on this machine. While other programs run, that rate is too low.`,
       ['length', 'at least', 'measured'], x.map((length, j) => [length, time(seconds[j]), found && j < found.y.length ? time(found.y[j]) : '']));
   }
   async function measure() {

@@ -1,5 +1,8 @@
 /** Shared pieces of every panel: elements, controls, colours, figures with their words, charts, the tooltip. */
 
+import {explained} from './glossary.js';
+import {saveRow} from './save.js';
+
 /** An element with its attributes (`on…` are listeners) and children.
  * @template {keyof HTMLElementTagNameMap} K @param {K} tag @param {Told} [told] @param {...Child} children @returns {HTMLElementTagNameMap[K]} */
 export function el(tag, told = {}, ...children) {
@@ -13,7 +16,7 @@ export function el(tag, told = {}, ...children) {
 }
 
 /** A card with a heading; panels are made of these. @param {...Child} children */
-export const card = (title = '', words = '', ...children) => el('section', {class: 'card'}, el('h2', {}, title), words && note(words), ...children);
+export const card = (title = '', words = '', ...children) => el('section', {class: 'card'}, el('h2', {}, title), words && el('p', {class: 'note'}, ...explained(words)), ...children);
 export const note = (words = '') => el('p', {class: 'note'}, words);
 export const row = (/** @type {Child[]} */ ...children) => el('div', {class: 'row'}, ...children);
 export const controls = (/** @type {Child[]} */ ...children) => el('div', {class: 'controls'}, ...children);
@@ -36,14 +39,20 @@ export function extent(values) {
   return [low, high];
 }
 
-/** A token with its blanks made visible. */
-export const visible = (token = '') => token.replace(/[ \u2581\u0120]/g, '·').replace(/[\n\u010a]/g, '↵').replace(/\t/g, '⇥') || '∅';
+/** A token with its blanks made visible; characters that nobody sees alone as U+0301. */
+export function visible(token = '') {
+  const text = token.replace(/[ \u2581\u0120]/g, '·').replace(/[\n\u010a]/g, '↵').replace(/\t/g, '⇥');
+  if (!/^[\p{C}\p{Z}\p{M}]*$/u.test(text)) return text;
+  return [...text].map((each) => `U+${(each.codePointAt(0) ?? 0).toString(16).toUpperCase().padStart(4, '0')}`).join(' ') || '∅';
+}
 /** For sentences and canvases: a right-to-left token must not turn its neighbours round. */
 export const quoted = (token = '') => `“\u2068${visible(token)}\u2069”`;
 export const percent = (p = 0) => (p >= 0.0995 ? `${Math.round(p * 100)}%` : p >= 0.00095 ? `${(p * 100).toFixed(1)}%` : p > 0 ? '<0.1%' : '0%');
 /** 1234567 as 1.23 M. */
 export function short(value = 0) {
   const size = Math.abs(value);
+  // A length, such as 8,192, is known by all its digits.
+  if (size >= 1e3 && size < 1e5 && Number.isInteger(value)) return value.toLocaleString('en');
   const power = Math.min(5, Math.floor(Math.log10(size) / 3));
   if (size >= 1e3) return `${Number((value / 1000 ** power).toPrecision(3))} ${'kMGTP'[power - 1]}`;
   return size >= 1e-3 || !size ? String(Number(value.toPrecision(3))) : value.toExponential(1);
@@ -157,10 +166,15 @@ export function figure(root, kind) {
     ink.setTransform(ratio, 0, 0, ratio, 0, 0);
     ink.clearRect(0, 0, width, height);
     ink.direction = 'ltr';
+    drawOn(ink, width, height);
+  };
+  /** @param {Ink} ink */
+  function drawOn(ink, width = 0, height = 0) {
     ink.font = font(12);
     ink.textBaseline = 'middle';
     kind.draw(ink, width, height);
-  };
+  }
+  caption.append(saveRow(canvas, kind, drawOn));
   const redraw = () => {
     if (!asked) requestAnimationFrame(paint);
     asked = true;
@@ -408,9 +422,12 @@ export function barOf(token = '', p = 0, lengths) {
   return [el('bdi', {class: 'token'}, visible(token)), bar, el('b', {}, percent(p))];
 }
 
-/** In an exported page, which holds the answers for one text: controls that ask for more are switched off. @template {Box} T @param {T} box @returns {T} */
-export function liveOnly(box) {
-  if (!window.CLEARHEAD_ANSWERS) return box;
+/** Whether any request of this name is answered: by a server always, in an exported page if it computes by itself. */
+export const asks = (name = '') => !window.CLEARHEAD_ANSWERS || Boolean(window.CLEARHEAD_LOCAL?.names.includes(name));
+
+/** In a page that holds the answers for one text: controls that ask for more are switched off. @template {Box} T @param {T} box @returns {T} */
+export function liveOnly(box, name = 'read') {
+  if (asks(name)) return box;
   for (const node of [box, ...box.querySelectorAll('*')]) {
     if (node instanceof HTMLTextAreaElement) node.readOnly = true;
     else if (node instanceof HTMLInputElement || node instanceof HTMLButtonElement || node instanceof HTMLSelectElement) node.disabled = true;

@@ -1,5 +1,5 @@
 /** Generation: sampling one token at a time with what each filter removes, and beam search as a tree of what was kept and dropped. */
-import {barOf, button, card, colour, controls, el, figure, font, keptChoice, liveOnly, note, percent, quoted, row, short, slider, textField, visible} from './draw.js';
+import {asks, barOf, button, card, colour, controls, el, figure, font, keptChoice, liveOnly, note, percent, quoted, row, short, slider, textField, visible} from './draw.js';
 
 /** A branch's colours (inside, edge, word) and sign. */
 const LOOKS = {kept: ['--tint', '--tint', '--ink', ''], finished: ['--tint', '--accent', '--ink', '■ '], dropped: ['--card', '--line', '--soft', '× ']};
@@ -11,10 +11,12 @@ export function panel(root, page) {
   const body = el('div', {class: 'stack'});
   /** @type {Update} */
   let inner;
-  const {area, node} = textField(isPair ? 'Source' : 'Text to go on from', 2, (text) => state.set({text, 'generate.written': null}));
-  const how = () => state.get('generate.how', isPair ? 'beam' : 'sample');
+  const {area, node} = textField(isPair ? 'Source' : 'Text to continue', 2, (text) => state.set({text, 'generate.written': null}));
+  const beams = asks('beam') || !window.CLEARHEAD_LOCAL;
+  const how = () => (beams ? state.get('generate.how', isPair ? 'beam' : 'sample') : 'sample');
   root.append(card('Write, one token at a time', 'The model gives every token a probability. You choose how one of them is taken.',
-    liveOnly(node), keptChoice(state, 'generate.how', how(), 'Choose by', [['sample', 'Sampling'], ['beam', 'Beam search']])), body);
+    liveOnly(node), beams ? keptChoice(state, 'generate.how', how(), 'Choose by', [['sample', 'Sampling'], ['beam', 'Beam search']])
+      : note('Beam search is not in this file, which computes by itself: run clearhead explore.')), body);
   function open() {
     body.replaceChildren();
     inner = (how() === 'beam' ? beam : sample)(body, page);
@@ -56,13 +58,13 @@ function sample(root, page) {
   root.append(el('div', {class: 'sampling'}, el('div', {class: 'stack'},
     card('So far', '', story, liveOnly(row(button('Take the drawn token', () => put([...written(), drawn]), 'main'),
       button('Draw again', () => state.set({'generate.seed': state.number('generate.seed', 0) + 1}), 'quiet'), back, restart))),
-    card('How it is chosen', 'The temperature sharpens or flattens the probabilities, the filters remove unlikely tokens, and one of the rest is drawn at random. Outline: before; bar: after.',
+    card('How it is chosen', 'The temperature sharpens or flattens the probabilities, the filters remove unlikely tokens, and one of the rest is drawn at random. In the list, the outline is the probability before this, the filled bar after it.',
       liveOnly(el('div', {class: 'knobs'}, ...knob.sliders)))), box));
 
   function update() {
     const [ids, run] = [written(), page.run()];
     const params = {run, ids, ...knob.values(), seed: state.number('generate.seed', 0)};
-    if (!window.CLEARHEAD_ANSWERS) back.disabled = restart.disabled = !ids.length;
+    if (asks('step')) back.disabled = restart.disabled = !ids.length;
     void page.load(box, 'step', 'step', params, (answer) => {
       /** @type {Choice[]} */
       const top = answer.top;
@@ -74,7 +76,7 @@ function sample(root, page) {
       const most = Math.max(...top.flatMap(({p_raw, p_final}) => [p_raw, p_final]));
       list.replaceChildren(...top.slice(0, 24).map(({id, token, p_raw, p_final, removed_by: by}) => {
         const fate = by ? 'gone' : id === drawn ? 'drawn' : '';
-        return el('li', {class: fate}, el('button', {type: 'button', disabled: Boolean(window.CLEARHEAD_ANSWERS), title: `before: ${percent(p_raw)}`, onclick: () => put([...ids, id])},
+        return el('li', {class: fate}, el('button', {type: 'button', disabled: !asks('step'), title: `before: ${percent(p_raw)}`, onclick: () => put([...ids, id])},
           ...barOf(token, p_final, {raw: p_raw / most, p: p_final / most}), el('small', {}, by ? by.replace('_', '-') : fate)));
       }));
     });
@@ -92,7 +94,7 @@ function beam(root, page) {
   /** @type {Leaf | null} */
   let chosen = null;
   let steps = 0, slots = 1;
-  const knob = knobs(state, [['beams', 'Beams', 2, 8, 1, 3], ['length_penalty', 'Length penalty', 0, 2, 0.1, 1], ['most', 'Most tokens', 2, 40, 1, 16]]);
+  const knob = knobs(state, [['beams', 'Beams', 2, 8, 1, 3], ['length_penalty', 'Length penalty', 0, 2, 0.1, 1], ['most', 'At most, in tokens', 2, 40, 1, 16]]);
   const box = card('Beam search', 'At each step every beam is extended by every token, and the best few of all these texts are kept. Filled: the text that won; ×: dropped; ■: finished.',
     liveOnly(controls(...knob.sliders)));
   const results = el('ol', {class: 'results'});

@@ -7,7 +7,7 @@ import {ARROWS, axis, bars, card, chart, colour, el, figure, font, liveOnly, not
 export function panel(root, page) {
   const {state} = page;
   const model = page.model().name;
-  const angles = card('Angles between tokens', 'Every token is a direction. Random directions in many dimensions are nearly at right angles; the curves show how this model’s tokens compare.');
+  const angles = card('Angles between tokens', 'Each token’s embedding is a direction. Random directions in many dimensions are nearly at right angles. The curves compare this model’s tokens with them.');
   const curve = chart(angles, 'Angles between pairs of tokens, and of random directions', 280);
   const bounds = el('dl', {class: 'stats'});
   angles.append(bounds);
@@ -18,8 +18,8 @@ export function panel(root, page) {
   const near = card('Nearest tokens', '', liveOnly(el('form', {class: 'row', onsubmit: (event) => {
     event.preventDefault();
     pick(input.value);
-  }}, el('label', {for: 'geometry-word', class: 'note'}, 'Token'), input, el('button', {type: 'submit'}, 'Find'))), list);
-  const flat = card('A flat view', 'The two directions in which tokens differ most (PCA). Near here need not be near in all dimensions.');
+  }}, el('label', {for: 'geometry-word', class: 'note'}, 'Token'), input, el('button', {type: 'submit'}, 'Find')), 'neighbours'), list);
+  const flat = card('In two dimensions', 'The two directions in which embeddings differ most (PCA). Tokens that are close here may be far apart in the other dimensions.');
   const word = el('p', {class: 'readout', role: 'status'});
   root.append(angles, el('div', {class: 'columns'}, near, flat));
 
@@ -116,7 +116,7 @@ export function panel(root, page) {
     void page.load(flat, 'pca', 'pca', {model, n: 2000}, (answer) => {
       ({tokens, arrays: {xy}} = /** @type {Answer & {tokens: string[]}} */ (answer));
       const [a, b] = answer.explained;
-      map.say(`${short(tokens.length)} tokens; these two directions hold ${((a + b) * 100).toFixed(1)}% of the differences. Press a point, or walk by arrow keys.`,
+      map.say(`${short(tokens.length)} tokens; these two directions hold ${((a + b) * 100).toFixed(1)}% of the differences. Press a point, or move with the arrow keys.`,
         ['token', 'first', 'second'], tokens.slice(0, 20).map((token, i) => [visible(token), short(xy[2 * i]), short(xy[2 * i + 1])]));
       map.redraw();
       if (!state.get('geometry.word')) pick(tokens.find((token) => /^.?[a-z]{3,}$/i.test(token)) ?? tokens[0]);
@@ -138,6 +138,6 @@ function showAngles({arrays: {angles, density, random}, bounds: {least_deg, wors
     series: [{name: 'this model', x, y: density.slice(from, to), fill: true}, {name: `random directions in ${d} dimensions`, x, y: random.slice(from, to), dash: true}]});
   curve.say(words, ['angle', 'model', 'random'], Array.from(angles, (angle, i) => [angle, density[i], random[i]]).sort((a, b) => b[1] - a[1]).slice(0, 20)
     .map(([angle, own, chance]) => [`${angle.toFixed(1)}°`, own.toFixed(4), chance.toFixed(4)]));
-  showStats(box, [['bound: some pair must be off 90° by at least', `${least_deg.toFixed(2)}°`],
-    ['the worst pair of random directions is off by', `${random_deg.toFixed(1)}°`], ['the worst pair here is off by', `${worst_deg.toFixed(1)}°`]]);
+  showStats(box, [['bound: at least one pair differs from 90° by', `${least_deg.toFixed(2)}°`],
+    ['most that a pair of random directions differs from 90°', `${random_deg.toFixed(1)}°`], ['most that a pair of this model’s tokens does', `${worst_deg.toFixed(1)}°`]]);
 }

@@ -122,7 +122,9 @@ export function makeGrid(root, page, told) {
       const r = sort === 'layer' ? head.layer : Math.floor(i / across);
       (rows[r] ??= []).push(head.node);
     });
-    for (const head of heads) head.node.dataset.score = sort === 'layer' || head.scores?.[sort] == null ? '' : `${head.layer}.${head.head}  ${Number(head.scores[sort]).toFixed(2)}`;
+    // In a compact grid there is no room for the score: pointing at the head tells it.
+    const isCompact = grid.classList.contains('compact');
+    for (const head of heads) head.node.dataset.score = sort === 'layer' || head.scores?.[sort] == null ? '' : `${head.layer}.${head.head}${isCompact ? '' : `  ${Number(head.scores[sort]).toFixed(2)}`}`;
     grid.classList.toggle('sorted', sort !== 'layer');
     grid.replaceChildren(...rows.map((row, r) => el('div', {role: 'row'}, el('span', {role: 'rowheader'}, sort === 'layer' ? String(r) : ''), ...row)));
     mark();
@@ -162,5 +164,5 @@ export function makeGrid(root, page, told) {
       told.filled?.(heads, done);
     });
   }
-  return {fill, arrange, mark, heads: () => heads};
+  return {fill, arrange, mark, heads: () => heads, first: () => (order() === 'layer' ? null : heads.reduce((a, b) => (rank(b, order()) > rank(a, order()) ? b : a)))};
 }

@@ -25,7 +25,8 @@ export function panel(root, page) {
       if (right.offsetTop > left.offsetTop + left.offsetHeight / 2) right.scrollIntoView({block: 'start'});
     },
     filled(heads, done) {
-      const best = mostTelling(heads);
+      // In an order of the reader's, the first head; it is known when all of them are.
+      const best = (done && grid.first()) || mostTelling(heads);
       grid.mark(isChosen);
       if (page.state.get('site') || !best || (liked && !done) || best === liked) return tell();
       liked = best;
@@ -42,7 +43,7 @@ export function panel(root, page) {
 
   function showMap() {
     const head = chosen();
-    if (!head || !page.reading) return;
+    if (!head || !page.given) return;
     grid.mark(isChosen);
     tell();
     const run = page.run();
@@ -72,7 +73,7 @@ export function panel(root, page) {
     grid.fill();
   }, left);
   return (early) => {
-    if (!early && chosen()) showMap();
+    if (chosen() && (!early || page.given)) showMap();
     grid.fill();
   };
 }

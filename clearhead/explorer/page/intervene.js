@@ -1,69 +1,97 @@
 /** Interventions: replace a head's output by zeros, by its mean or by its output on another text; or remove each head in turn. */
 
-import {bars, button, card, complain, controls, el, keptChoice, liveOnly, note, percent, quoted, row, short, tableBox, textField} from './draw.js';
+import {asks, bars, button, card, complain, controls, el, keptChoice, liveOnly, note, percent, quoted, row, short, slider, tableBox, textField} from './draw.js';
+import {named, targetField} from './causes.js';
 import {attentionChoice, attentionOf, eachLayer, layerOf, makeGrid} from './grid.js';
+import {nameOfSteering, neuronsBox, steerBox} from './neurons.js';
 import {readChanges, writeChanges} from './state.js';
 import {samplesOf} from './tokens.js';
 
-const HOWS = /** @type {const} */ ({zero: 'zero', mean: 'its mean', patch: 'from another text'});
+const HOWS = /** @type {const} */ ({zero: 'zero', mean: 'its mean', patch: 'from another text', scale: 'times a factor', steer: ''});
 
 /** @type {PanelKind['panel']} */
 export function panel(root, page) {
   const {state} = page;
   const result = el('div', {class: 'before-after', 'aria-live': 'polite'});
   const chips = row();
-  const left = card('Change heads', 'Click a head to replace its output. Click it again to undo that.');
+  const left = card('Change heads', 'Click a head, or a whole part of a layer below, to replace its output. Click it again to undo that.');
   root.append(left, card('The answer, before and after', '', result, chips));
   const how = () => /** @type {Change['how']} */ (state.get('how', 'zero'));
   const changed = () => readChanges(state.get('changes'));
   /** @param {Change[]} changes */
   const put = (changes) => state.set({changes: writeChanges(changes) || null});
   const other = otherField(page);
-  left.append(controls(attentionChoice(page), liveOnly(keptChoice(state, 'how', 'zero', 'Set to', Object.entries(HOWS)))), liveOnly(other));
+  const factor = slider('Factor', [-2, 4, 0.25], state.number('by', 0.5), (by) => state.set({by}));
+  const measured = targetField(page, 'token', 'Measure the loss of', 'all tokens');
+  left.append(controls(attentionChoice(page), liveOnly(keptChoice(state, 'how', 'zero', 'Set to', Object.entries(HOWS).filter(([name]) => name !== 'steer'))), factor), liveOnly(other));
 
   /** @type {Map<string, Effect>} effects by site and head */
   let effects = new Map();
   let turn = 0;
   const grid = makeGrid(left, page, {
     label: 'Heads to change', sorts: false, filled: paint,
-    pick({site, head}) {
-      if (window.CLEARHEAD_ANSWERS) return complain(left, 'Not in this exported page: run clearhead explore to change heads.');
-      if (how() === 'patch' && !state.get('second').trim()) {
-        complain(left, 'Write the other text first. The head gets its output on that text.');
-        return other.querySelector('textarea')?.focus();
-      }
-      complain(left, null);
-      const before = changed().find(is(site, head));
-      const kept = changed().filter((one) => !is(site, head)(one));
-      put(before?.how === how() ? kept : [...kept, {site, head, how: how()}]);
-    },
+    pick: ({site, head}) => change([site], head),
     words({site, head}) {
       const effect = effects.get(`${site}:${head}`);
       return effect ? `zeroed: ${told(effect)}` : '';
     },
   });
+  const parts = el('div', {class: 'parts'});
+  left.append(parts);
+  /** A row of buttons for each kind of part, a button a layer. */
+  function showParts() {
+    const sites = attentionOf(page).sites, forward = sites.map((site) => site.replace(/\w+$/, 'feedforward'));
+    /** @type {[string, string[][]][]} */
+    const kinds = [['Attention', sites.map((site) => [site])], ['Feed-forward', forward.map((site) => [site])], ['Layer', sites.map((site, i) => [site, forward[i]])]];
+    const changes = changed();
+    parts.replaceChildren(...kinds.map(([name, all]) => el('div', {role: 'group', 'aria-label': name, class: 'row'}, el('span', {class: 'note'}, name),
+      ...all.map((some, i) => el('button', {type: 'button', class: 'quiet', 'aria-label': `${name} ${i}`, onclick: () => change(some, null),
+        'aria-pressed': String(some.every((site) => changes.some(is(site, null))))}, String(i))))));
+    liveOnly(parts);
+  }
+  /** @param {string[]} sites @param {number | null} head */
+  function change(sites, head) {
+    if (!asks('read')) return complain(left, 'Not in this exported page: run clearhead explore to change heads.');
+    if (how() === 'patch' && !state.get('second').trim()) {
+      complain(left, 'Write the other text first. The head gets its output on that text.');
+      return other.querySelector('textarea')?.focus();
+    }
+    complain(left, null);
+    const mine = (/** @type {Change} */ one) => sites.some((site) => is(site, head)(one));
+    const isDone = changed().filter((one) => mine(one) && one.how === how()).length === sites.length;
+    const by = how() === 'scale' ? {by: state.number('by', 0.5)} : {};
+    put([...changed().filter((one) => !mine(one)), ...(isDone ? [] : sites.map((site) => ({site, head, how: how(), ...by})))]);
+  }
   const bar = el('progress', {max: 1, value: 0, hidden: true, 'aria-label': 'Sweep'});
   const words = note('Sets each head to zero, one at a time, and measures how the loss changes.');
   const table = tableBox('The 20 largest changes');
   const all = button('Try every head', () => void sweep(), 'main');
-  left.append(row(all, bar), words, table.node);
-  all.hidden = page.model().can.sweep === false;
+  const isMeasured = page.model().can.sweep !== false;
+  if (isMeasured) left.append(row(all, measured.node, bar), words, table.node);
+  const neurons = neuronsBox(page, (site, neuron) => change([site], neuron)), steering = steerBox(page);
+  left.append(neurons.node, steering.node);
 
   function paint() {
     const changes = changed();
     const most = Math.max(1e-9, ...[...effects.values()].map((effect) => Math.abs(harm(effect))));
-    grid.mark(({site, head}) => changes.some(is(site, head)));
+    const found = (site = '', head = 0) => changes.find(is(site, head)) ?? changes.find(is(site, null));
+    showParts();
+    neurons.mark();
+    steering.mark();
+    grid.mark(({site, head}) => Boolean(found(site, head)));
     for (const {site, head, node} of grid.heads()) {
-      const change = changes.find(is(site, head));
+      const change = found(site, head);
       const effect = effects.get(`${site}:${head}`);
-      node.dataset.change = change ? {zero: '0', mean: 'm', patch: 'p'}[change.how] : '';
+      node.dataset.change = change ? {zero: '0', mean: 'm', patch: 'p', scale: '×', steer: ''}[change.how] : '';
       node.dataset.effect = effect && harm(effect) < 0 ? 'better' : 'worse';
       node.style.setProperty('--effect', String(effect ? Math.abs(harm(effect)) / most : 0));
     }
+    factor.hidden = how() !== 'scale';
     other.hidden = how() !== 'patch' && !changes.some((one) => one.how === 'patch');
     chips.replaceChildren(...changes.map((one) => {
-      const name = `layer ${layerOf(one.site)}, head ${one.head}`;
-      return button(`${name}: ${HOWS[one.how]} ×`, () => put(changes.filter((kept) => kept !== one)), 'quiet', `Undo ${name}`);
+      const [layer, kind] = [layerOf(one.site), one.site.replace(/.*\./, '').replace('feedforward', 'feed-forward')];
+      const name = one.head === null ? `${kind} of layer ${layer}` : `layer ${layer}, ${kind === 'feed-forward' ? 'neuron' : 'head'} ${one.head}`;
+      return button(`${one.how === 'steer' ? nameOfSteering(one) : `${name}: ${one.how === 'scale' ? `× ${one.by}` : HOWS[one.how]}`} ✕`, () => put(changes.filter((kept) => kept !== one)), 'quiet', `Undo ${name}`);
     }), ...(changes.length > 1 ? [button('Undo all', () => put([]))] : []));
   }
   async function sweep() {
@@ -73,7 +101,7 @@ export function panel(root, page) {
     bar.hidden = false;
     bar.value = 0;
     all.textContent = 'Stop';
-    await eachLayer(left, page, 'sweep', {}, () => mine === turn, (answer, layer, done) => {
+    await eachLayer(left, page, 'sweep', named(state, ['token']), () => mine === turn, (answer, layer, done) => {
       bar.value = (layer + 1) / attentionOf(page).sites.length;
       for (const effect of answer.effects) effects.set(`${effect.site}:${effect.head}`, effect);
       paint();
@@ -100,18 +128,21 @@ export function panel(root, page) {
   /** @type {Update} */
   function update(early) {
     const {text, target, model} = page.run();
-    if (sweptFor !== (sweptFor = JSON.stringify([model, text, target, attentionOf(page).name]))) {
+    if (sweptFor !== (sweptFor = JSON.stringify([model, text, target, attentionOf(page).name, state.get('token')]))) {
       turn++;
       effects = new Map();
       table.show([], []);
       rest();
     }
     paint();
+    measured.fill();
     grid.fill();
-    if (!early && page.reading) compare(result, page.reading);
+    if (early || !page.reading) return;
+    compare(result, page.reading);
+    neurons.update();
   }
   state.subscribe(['changes', 'how'], paint, left);
-  state.subscribe(['attention'], () => update(), left);
+  state.subscribe(['attention', 'token'], () => update(), left);
   return update;
 }
 
@@ -125,7 +156,7 @@ function otherField({state, model}) {
 
 /** @param {Box} box @param {Reading} reading */
 function compare(box, {answer, plain, moved, source, target}) {
-  if (!plain) return box.replaceChildren(note('Nothing is changed yet. Choose a head, or try them all.'));
+  if (!plain) return box.replaceChildren(note('Nothing is changed yet. Choose a head.'));
   if (moved) return box.replaceChildren(...movedStates(moved, (target ?? source).tokens));
   // Of both, so that what fell or rose is seen.
   const both = new Map([...plain.top.slice(0, 6), ...answer.top.slice(0, 6)].map((guess) => [guess.id, guess]));
@@ -152,7 +183,7 @@ function movedStates({mean, tokens}, names) {
   return [el('div', {}, el('h3', {}, 'States that turned most'), list), note(`Cosine of each state with the one before the change; 1 is the same direction. Of the mean of all states: ${mean.toFixed(4)}.`)];
 }
 
-const is = (site = '', head = 0) => (/** @type {Change} */ change) => change.site === site && change.head === head;
+const is = (site = '', /** @type {number | null} */ head = 0) => (/** @type {Change} */ change) => change.site === site && change.head === head;
 /** How much worse the model gets without the head; below 0: better. @param {Effect} effect */
 const harm = ({d_loss, d_logit}) => d_loss ?? -(d_logit ?? 0);
 /** @param {Effect} effect */

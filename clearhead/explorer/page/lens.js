@@ -6,8 +6,9 @@ const WIDE = 78, HIGH = 28, LEFT = 46, TOP = 30, PIECE = 256;
 
 /** @type {PanelKind['panel']} */
 export function panel(root, page) {
-  const left = card('The prediction after each layer', 'Down: layers. Across: positions. Each cell is what the model would predict if it stopped after that layer.');
-  const right = card('One cell', 'Choose a cell to see its likeliest tokens.');
+  const left = card('The prediction after each layer', 'Down: layers. Across: positions. Each cell is what the model would predict if it stopped after that layer; the top row is before the first layer.');
+  const what = page.model().head === 'classes' ? 'class' : 'token';
+  const right = card('One cell', `Choose a cell to see what is likeliest there.`);
   const top = el('div', {class: 'cell-top', 'aria-live': 'polite'});
   right.append(top);
   root.append(left, right);
@@ -34,7 +35,7 @@ export function panel(root, page) {
   });
   left.append(drawn.caption);
   drawn.controls.remove();
-  scroller.before(controls(keptChoice(page.state, 'lens.by', 'p', 'Colour', [['p', 'probability'], ['rank', 'rank of the actual token']])));
+  scroller.before(controls(keptChoice(page.state, 'lens.by', 'p', 'Colour', [['p', 'probability'], ['rank', what === 'class' ? 'rank of the final class' : 'rank of the actual token']])));
   scroller.addEventListener('scroll', () => {
     tip(null);
     drawn.redraw();
@@ -107,7 +108,7 @@ export function panel(root, page) {
     ink.restore();
     ink.fillStyle = colour('--soft');
     ink.textAlign = 'right';
-    for (let layer = 0; layer < layers; layer++) ink.fillText(layer === layers - 1 ? 'end' : String(layer), LEFT - 10, TOP + (layer + 0.5) * HIGH);
+    for (let layer = 0; layer < layers; layer++) ink.fillText(layer === 0 ? 'input' : layer === layers - 1 ? 'end' : String(layer - 1), LEFT - 10, TOP + (layer + 0.5) * HIGH);
   }
   function keys(key = '') {
     const step = ARROWS[key];
@@ -143,8 +144,9 @@ export function panel(root, page) {
     }
     const p = (i = 0) => arrays.p[last * many + i];
     const sure = Array.from({length: many}, (_, i) => i).sort((a, b) => p(b) - p(a));
-    drawn.say(`${layers - 1} layers, ${T} positions. The final prediction is first from layer ${(settled / many).toFixed(1)} of ${last} on, on average${many < T ? ` of the ${many} positions loaded first` : ''}.`,
-      [where().toLowerCase(), 'final prediction', 'p', 'rank of the actual token'],
+    const mean = `${(settled / many).toFixed(many > 1 ? 1 : 0)} of ${last} layers`;
+    drawn.say(many > 1 ? `${last} layers, ${T} positions. On average${many < T ? ` of the first ${many} positions` : ''}, the likeliest ${what} no longer changes after ${mean}.` : `The likeliest ${what} no longer changes after ${mean}.`,
+      [where().toLowerCase(), 'final prediction', 'p', `rank of the ${what === 'class' ? 'final class' : 'actual token'}`],
       sure.slice(0, 20).map((i) => [place(first + i), visible(tokens[last][i]), percent(p(i)), arrays.rank[last * many + i]]));
   }
   page.state.subscribe(['lens.by'], drawn.redraw, left);

@@ -51,13 +51,19 @@ export function makeMap(root, page, label = '') {
   page.onFocus(root, (place) => {
     if (!subject) return;
     if (!place) cell = null;
-    else if (place.side === subject.rows && cell?.r !== place.at) cell = {r: place.at, c: -1};
+    else if (place.side === subject.rows && place.at < ahead()) cell = null;
+    else if (place.side === subject.rows && cell?.r !== place.at - ahead()) cell = {r: place.at - ahead(), c: -1};
     else if (place.side === subject.cols && place.side !== subject.rows && cell?.c !== place.at) cell = {r: -1, c: place.at};
     shadeFocus();
   });
 
   /** @param {Edge} which @returns {string[]} */
-  const names = (which) => (subject && page.reading?.[subject[which]]?.tokens) || [];
+  function names(which) {
+    const tokens = (subject && page.given?.[subject[which]]?.tokens) || [];
+    // A row of cross-attention belongs to the token that is written there: the one after the token that the decoder has read.
+    return which === 'rows' && ahead() ? [...tokens.slice(1), 'next'] : tokens;
+  }
+  const ahead = () => (subject?.hard ? 1 : 0);
   /** @param {Edge} which @param {number} [by] */
   function name(which, from = 0, by = 1) {
     const tokens = names(which), last = Math.min(from + by, which === 'rows' ? T : S) - 1;
@@ -108,7 +114,7 @@ export function makeMap(root, page, label = '') {
     if (cell.r >= view.r0 && cell.r < view.r1) ring(ink, plot.x - 1, y, plot.w + 2, h);
     if (cell.c >= view.c0 && cell.c < view.c1) ring(ink, x, cell.r < 0 ? plot.y - 1 : y, w, cell.r < 0 ? plot.h + 2 : h);
   }
-  /** A ring where each row looks hardest. @param {Ink} ink @param {Tile} tile */
+  /** A ring at the largest weight of each row. @param {Ink} ink @param {Tile} tile */
   function drawHard(ink, {box, rows, cols, by, values}) {
     const [h, w] = [toY(by[0]) - toY(0), toX(by[1]) - toX(0)];
     for (let r = 0; r < rows; r++) {
@@ -159,7 +165,7 @@ export function makeMap(root, page, label = '') {
     if (!subject || x < plot.x || x >= plot.x + plot.w || y < plot.y || y >= plot.y + plot.h || r >= T || c >= S) return null;
     if (cell?.r !== r || cell.c !== c) {
       cell = {r, c};
-      page.focus({side: subject.rows, at: r});
+      page.focus({side: subject.rows, at: r + ahead()});
     }
     return words(r, c);
   }
@@ -173,11 +179,11 @@ export function makeMap(root, page, label = '') {
     readout.textContent = HINT;
     if (!cell) return page.shade(cols, null);
     const {r, c} = cell;
-    if (r < 0) return page.shade(rows, scaled(Float32Array.from({length: T}, (_, i) => valueAt(i, c).value)));
+    if (r < 0) return page.shade(rows, scaled(Float32Array.from({length: T + ahead()}, (_, i) => (i < ahead() ? 0 : valueAt(i - ahead(), c).value))));
     const line = Float32Array.from({length: S}, (_, i) => valueAt(r, i).value);
     page.shade(cols, scaled(line));
     const best = line.reduce((most, value, i) => (value > line[most] ? i : most), 0);
-    readout.textContent = c < 0 ? `${name('rows', r)} looks hardest at ${name('cols', best)}: ${line[best].toFixed(4)}` : words(r, c);
+    readout.textContent = c < 0 ? `${name('rows', r)} attends most to ${name('cols', best)}: ${line[best].toFixed(4)}` : words(r, c);
     if (!exact || !isPooled()) return;
     rowTimer = window.setTimeout(() => page.ask(...exact(r), 'row').then(({arrays}) => {
       if (cell?.r === r) page.shade(cols, scaled(arrays.weights));
@@ -234,7 +240,7 @@ export function makeMap(root, page, label = '') {
     else {
       const from = cell ?? {r: Math.floor(view.r0) - step[0], c: Math.floor(view.c0) - step[1]};
       const {r, c} = (cell = {r: within(Math.max(0, from.r) + step[0], 0, T - 1), c: within(Math.max(0, from.c) + step[1], 0, S - 1)});
-      page.focus({side: subject.rows, at: r});
+      page.focus({side: subject.rows, at: r + ahead()});
       const out = (at = 0, low = 0, high = 0) => (at < low ? at - low : at >= high ? at + 1 - high : 0);
       if (out(r, view.r0, view.r1) || out(c, view.c0, view.c1)) pan(out(r, view.r0, view.r1), out(c, view.c0, view.c1));
     }
@@ -265,9 +271,9 @@ export function makeMap(root, page, label = '') {
     let top = [], least = 0;
     const best = () => (top = top.sort(([a], [b]) => b - a).slice(0, 20));
     for (let at = 0; at < values.length; at++) if (values[at] > least && top.push([values[at], at]) > 200) least = best()[19][0];
-    if (!top.length) return drawn.say(`${subject?.title}: nothing is looked at.`);
+    if (!top.length) return drawn.say(`${subject?.title}: all weights are 0.`);
     const pairs = best().map(([value, at]) => [name('rows', Math.floor(at / cols) * by[0], by[0]), name('cols', (at % cols) * by[1], by[1]), value.toFixed(4)]);
-    // The first token of a causal head can only look at itself, which tells nothing.
+    // The first token of a causal head can only attend to itself, which tells nothing.
     const alone = subject?.rows === subject?.cols && values[0] > 0.9999;
     const [from, to, weight] = pairs[Math.max(0, top.findIndex(([, at]) => at || !alone))];
     drawn.say(`${subject?.title}, ${T} × ${S}. Strongest: ${from} → ${to} at ${weight}.` +

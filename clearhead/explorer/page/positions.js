@@ -1,4 +1,4 @@
-/** How a model knows the order of its tokens: each kind drawn, and how like two places are at each distance. */
+/** How a model knows the order of its tokens: each kind drawn, and how similar two positions are at each distance. */
 import {bitmap, card, chart, colour, controls, el, extent, figure, keptChoice, liveOnly, short, slider, within} from './draw.js';
 
 const LEFT = 30, BELOW = 24, APART = [1, 2, 4, 8, 16, 32];
@@ -9,12 +9,12 @@ export function panel(root, page) {
   /** @type {Answer | null} */
   let answer = null;
   const view = () => state.get('positions.view', 'similarity');
-  const box = card('Where is a token?', 'Attention by itself knows no order; each kind of position tells it in its own way.');
-  const curve = chart(box, 'Likeness of two places by their distance, one line a kind');
+  const box = card('Position encodings', 'Without them attention does not know the order of tokens. Each kind below tells the model where a token is, in its own way.');
+  const curve = chart(box, 'Similarity of two positions by their distance, a line for each kind');
   const gallery = el('div', {class: 'gallery'});
   root.append(box, el('div', {class: 'stack'}, controls(
-    keptChoice(state, 'positions.view', 'similarity', 'Draw', [['similarity', 'Likeness of places'], ['table', 'The numbers themselves']]),
-    liveOnly(slider('Places', [8, 128, 8], state.number('positions.length', 64), (length) => state.set({'positions.length': length})))), gallery));
+    keptChoice(state, 'positions.view', 'similarity', 'Draw', [['similarity', 'Similarity of positions'], ['table', 'The numbers themselves']]),
+    liveOnly(slider('Positions', [8, 128, 8], state.number('positions.length', 64), (length) => state.set({'positions.length': length})), 'positions')), gallery));
 
   function update() {
     const params = {model: page.run().model, length: state.number('positions.length', 64)};
@@ -29,7 +29,7 @@ export function panel(root, page) {
     const kinds = /** @type {Positions[]} */ (answer.kinds).sort((a, b) => Number(b.is_model) - Number(a.is_model));
     /** @param {Positions} kind */
     const line = ({name}) => Array.from(arrays[`${name}.bydistance`]);
-    curve.show({x: {label: 'distance in tokens'}, y: {label: 'likeness, 1 = the same place'},
+    curve.show({x: {label: 'distance in tokens'}, y: {label: 'similarity, 1 = the same position'},
       series: kinds.map((kind) => ({name: kind.name, x: [...line(kind).keys()], y: line(kind), dash: !kind.is_model}))});
     curve.say(`This model’s kind is ${kinds[0].name}: ${kinds[0].words}.`, ['kind', ...APART.map((d) => `${d} apart`)],
       kinds.map((kind) => [kind.name, ...APART.map((d) => line(kind)[d]?.toFixed(3) ?? '')]));
@@ -49,9 +49,9 @@ function draw({name, is_model, words}, part, values, [rows, cols], line) {
   const one = card(name, `${words[0].toUpperCase()}${words.slice(1)}.`);
   if (is_model) one.firstElementChild?.append(' ', el('small', {class: 'badge'}, 'this model'));
   const [low, high] = extent(values);
-  const across = part === 'table' ? 'number' : 'place';
+  const across = part === 'table' ? 'number' : 'position';
   const made = figure(one, {
-    label: `${name}: ${part === 'table' ? 'the numbers of each place' : 'likeness of each pair of places'}`, height: (width) => (part === 'table' ? 240 : Math.min(width, 340)),
+    label: `${name}: ${part === 'table' ? 'the numbers of each position' : 'similarity of each pair of positions'}`, height: (width) => (part === 'table' ? 240 : Math.min(width, 340)),
     draw(ink, width, height) {
       const [w, h] = [width - LEFT, height - BELOW];
       ink.imageSmoothingEnabled = false;
@@ -65,9 +65,9 @@ function draw({name, is_model, words}, part, values, [rows, cols], line) {
     hover(x, y) {
       const {clientWidth: width, clientHeight: height} = made.canvas;
       const [i, j] = [Math.floor((y / (height - BELOW)) * rows), Math.floor(((x - LEFT) / (width - LEFT)) * cols)];
-      return j >= 0 && i < rows && j < cols ? `place ${i}, ${across} ${j}: ${short(values[i * cols + j])}` : null;
+      return j >= 0 && i < rows && j < cols ? `position ${i}, ${across} ${j}: ${short(values[i * cols + j])}` : null;
     },
   });
-  made.say(`Places run down, ${across}s across; from ${short(low)} (no colour) to ${short(high)} (full).`, ['distance', 'likeness'], line.map((x, d) => [d, x.toFixed(4)]));
+  made.say(`Down: positions. Across: ${across}s. No colour is ${short(low)}, the full colour ${short(high)}.`, ['distance', 'similarity'], line.map((x, d) => [d, x.toFixed(4)]));
   return one;
 }

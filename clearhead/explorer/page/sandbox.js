@@ -1,14 +1,14 @@
 /** Attention by hand: Q, K and V as small tables, and softmax(QKᵀ / √d) V step by step, computed here in the page. */
 import {ARROWS, card, choice, controls, el, slider, toggle} from './draw.js';
 
-const NAMES = ['the', 'cat', 'sat', 'on', 'a', 'mat'];
+const NAMES = ['the', 'cat', 'sat', 'on', 'a', 'mat'], WIDEST = 16, BETWEEN = '\u001f';
 /** @type {['scores' | 'divided' | 'masked' | 'weights' | 'output', string, string, string][]} key, sign, name, words */
 const STEPS = [
-  ['scores', 'Q Kᵀ', 'Scores', 'How well each query fits each key.'],
-  ['divided', '÷ √d', 'Scaled', 'Wide heads have large scores; this evens them.'],
-  ['masked', '+ mask', 'Masked', 'No token sees a later one: −∞ has no share.'],
-  ['weights', 'softmax', 'Weights', 'Each row becomes shares that add up to 1.'],
-  ['output', '× V', 'Output', 'Each token’s mix of the values.'],
+  ['scores', 'Q Kᵀ', 'Scores', 'The dot product of each query with each key.'],
+  ['divided', '÷ √d', 'Scaled', 'Divided by the root of the width d.'],
+  ['masked', '+ mask', 'Masked', 'Later tokens get −∞, so their weight is 0.'],
+  ['weights', 'softmax', 'Weights', 'Each row becomes positive weights that sum to 1.'],
+  ['output', '× V', 'Output', 'The sum of the values, each times its weight.'],
 ];
 
 /** softmax(QKᵀ / √d) V with every step kept. @param {Hand} hand @param {boolean} scaled @param {boolean} causal */
@@ -29,10 +29,10 @@ function softmax(row) {
   return grown.map((x) => x / sum);
 }
 
-/** Keys point around a circle; a query is the key of the token it looks for. @type {{[name: string]: [string, (i: number) => number, number, number]}} words, whose, sizes */
+/** Keys point around a circle; a query is the key of the token it attends to. @type {{[name: string]: [string, (i: number) => number, number, number]}} words, whose, sizes */
 const STARTS = {
-  back: ['Look one back', (i) => Math.max(0, i - 1), 2, 2], self: ['Look at itself', (i) => i, 2, 2], first: ['All look at the first', () => 0, 2, 2],
-  even: ['An even mix', () => 0, 0, 2], loud: ['One takes all', (i) => i, 6, 6],
+  back: ['Attend to the token before', (i) => Math.max(0, i - 1), 2, 2], self: ['Attend to itself', (i) => i, 2, 2], first: ['All attend to the first', () => 0, 2, 2],
+  even: ['Equal weights', () => 0, 0, 2], loud: ['All weight on one', (i) => i, 6, 6],
 };
 /** @returns {Hand} */
 function begin(start = '', n = 0, d = 0) {
@@ -51,11 +51,25 @@ function read(text = '') {
   const fits = [q, k, v].every((m) => m?.length === q.length && m.every((row) => row.length === q[0].length && row.every(Number.isFinite)));
   return fits && q.length <= NAMES.length ? {q, k, v} : begin('back', 4, 2);
 }
+/** The address of one head's own numbers: the tokens up to `last`, as many as fit here; null if its vectors are too wide to be read.
+ * @param {string[]} tokens @param {{[name in keyof Hand]: Numbers}} head @param {boolean} causal */
+export function carry(tokens, head, d = 0, last = 0, causal) {
+  if (d > WIDEST) return null;
+  const first = Math.max(0, last + 1 - NAMES.length);
+  const rows = (/** @type {Numbers} */ x) => tokens.slice(first, last + 1).map((_, i) => Array.from({length: d}, (__, e) => Number(x[(first + i) * d + e].toFixed(3))));
+  return {panel: 'sandbox', 'sandbox.hand': write({q: rows(head.q), k: rows(head.k), v: rows(head.v)}), 'sandbox.names': tokens.slice(first, last + 1).join(BETWEEN),
+    'sandbox.causal': causal ? '1' : null, 'sandbox.sqrt': null};
+}
 const short = (x = 0) => (x === -Infinity ? '−∞' : String(Number(x.toFixed(2))).replace('-', '−'));
 
 /** @type {PanelKind['panel']} */
 export function panel(root, {state}) {
   let hand = read(state.get('sandbox.hand'));
+  // A head of the model brings its tokens along.
+  const names = () => {
+    const own = state.get('sandbox.names').split(BETWEEN).filter(Boolean);
+    return [...own, ...NAMES.slice(own.length)];
+  };
   let [row, col] = [2, 1];
   let made = attend(hand, true, false);
   /** @type {(() => void)[]} what follows the numbers and the chosen cell */
@@ -85,18 +99,21 @@ export function panel(root, {state}) {
   // Made anew with the tables, so that they follow an address that changes.
   const knobs = () => [
     choice('Begin with', [['', 'choose'], ...Object.entries(STARTS).map(([key, [words]]) => [key, words])], '', (start) => {
-      if (start) set(begin(start, hand.q.length, hand.q[0].length));
+      if (start) {
+        state.set({'sandbox.names': null});
+        set(begin(start, hand.q.length, Math.min(4, hand.q[0].length)));
+      }
       build();
     }),
     toggle('Divide by √d', scaled(), (on) => state.set({'sandbox.sqrt': on ? null : '0'})),
     toggle('Causal mask', causal(), (on) => state.set({'sandbox.causal': on ? '1' : null})),
     slider('Tokens', [2, 6], hand.q.length, (n) => resize(n, hand.q[0].length)),
-    slider('Width d', [1, 4], hand.q[0].length, (d) => resize(hand.q.length, d))];
+    slider('Width d', [1, Math.max(4, hand.q[0].length)], hand.q[0].length, (d) => resize(hand.q.length, d))];
   function build() {
     [row, col] = [Math.min(row, hand.q.length - 1), Math.min(col, hand.q.length - 1)];
     follow = [];
     Object.assign(bar.querySelector('select') ?? {}, {value: ''});
-    inputs.replaceChildren(editable('q', 'Queries', 'what each token looks for'), editable('k', 'Keys', 'what each token offers'), editable('v', 'Values', 'what each token hands on'));
+    inputs.replaceChildren(editable('q', 'Queries', 'compared with the keys'), editable('k', 'Keys', 'compared with queries'), editable('v', 'Values', 'averaged by weight'));
     steps.replaceChildren(...STEPS.map(shown));
     compute();
   }
@@ -106,8 +123,8 @@ export function panel(root, {state}) {
   /** @param {keyof Hand} name */
   function editable(name, title = '', words = '') {
     const lines = hand[name].map((line, i) => {
-      const tr = el('tr', {}, el('th', {scope: 'row'}, NAMES[i]), ...line.map((x, e) => {
-        const input = el('input', {type: 'number', step: 0.1, value: x, 'aria-label': `${title}, ${NAMES[i]}, number ${e + 1}`, oninput: () => {
+      const tr = el('tr', {}, el('th', {scope: 'row'}, names()[i]), ...line.map((x, e) => {
+        const input = el('input', {type: 'number', step: 0.1, value: x, 'aria-label': `${title}, ${names()[i]}, number ${e + 1}`, oninput: () => {
           if (!Number.isFinite(input.valueAsNumber)) return;
           hand[name][i][e] = input.valueAsNumber;
           set(hand);
@@ -123,7 +140,7 @@ export function panel(root, {state}) {
 
   /** @param {typeof STEPS[number]} step */
   function shown([id, sign, name, words]) {
-    const columns = id === 'output' ? hand.v[0].map((_, e) => String(e + 1)) : NAMES.slice(0, hand.k.length);
+    const columns = id === 'output' ? hand.v[0].map((_, e) => String(e + 1)) : names().slice(0, hand.k.length);
     const isGrid = id === 'weights';
     const cells = hand.q.map((_, i) => columns.map((__, j) => {
       const point = () => {
@@ -134,7 +151,7 @@ export function panel(root, {state}) {
     }));
     const one = box(sign, name, words, el('table', {role: isGrid && 'grid', 'aria-label': name},
       el('thead', {}, el('tr', {}, el('td', {}), ...columns.map((word) => el('th', {scope: 'col'}, word)))),
-      el('tbody', {}, ...cells.map((line, i) => el('tr', {}, el('th', {scope: 'row'}, NAMES[i]), ...line)))));
+      el('tbody', {}, ...cells.map((line, i) => el('tr', {}, el('th', {scope: 'row'}, names()[i]), ...line)))));
     if (isGrid) one.addEventListener('keydown', (event) => {
       const move = ARROWS[event.key];
       if (!move) return;
@@ -167,11 +184,11 @@ export function panel(root, {state}) {
     formula.textContent = `softmax( Q Kᵀ${scaled() ? ' ÷ √d' : ''}${causal() ? ' + mask' : ''} ) × V`;
     const {scores, masked, weights, output} = made;
     const [i, j, width] = [row, col, Math.sqrt(hand.q[0].length)];
-    heading.replaceChildren(`How much “${NAMES[i]}” looks at “${NAMES[j]}”: `, el('b', {class: 'share'}, weights[i][j].toFixed(3)));
+    heading.replaceChildren(`How much “${names()[i]}” attends to “${names()[j]}”: `, el('b', {class: 'share'}, weights[i][j].toFixed(3)));
     story.replaceChildren(...[
       `Score: ${hand.q[i].map((x, e) => `${short(x)} × ${short(hand.k[j][e])}`).join(' + ')} = ${short(scores[i][j])}`,
       scaled() ? `Scaled: ${short(scores[i][j])} ÷ ${short(width)} = ${short(scores[i][j] / width)}` : '',
-      masked[i][j] === -Infinity ? `Masked: “${NAMES[j]}” comes after “${NAMES[i]}”, so the score is −∞ and the weight 0`
+      masked[i][j] === -Infinity ? `Masked: “${names()[j]}” comes after “${names()[i]}”, so the score is −∞ and the weight 0`
         : `Softmax: e^${short(masked[i][j])} ÷ (${masked[i].filter(Number.isFinite).map((x) => `e^${short(x)}`).join(' + ')}) = ${weights[i][j].toFixed(3)}`,
       `Output: ${weights[i].flatMap((w, at) => (w ? `${w.toFixed(2)} × [${hand.v[at].map(short).join(', ')}]` : [])).join(' + ')} = [${output[i].map(short).join(', ')}]`,
     ].filter(Boolean).map((words) => el('li', {}, words)));

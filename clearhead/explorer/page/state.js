@@ -67,16 +67,23 @@ export function makeState() {
       tell(changed);
     },
     flush,
+    all: () => Object.fromEntries(values),
     subscribe: (keys, hear, node) => void hearers.add({keys, hear, node}),
   };
 }
 
-/** Changes as text: `blocks.3.attention:2:zero,...`
+/** What stands before the number of a change that has one. @type {{[how: string]: string}} */
+const LETTERS = {scale: 'x', steer: 's'};
+/** Changes as text: `blocks.3.attention:2:zero,blocks.4.feedforward:*:x0.5,blocks.4.residual:*:s2,...`
  * @param {Change[]} changes */
-export const writeChanges = (changes) => changes.map(({site, head, how}) => `${site}:${head}:${how}`).join(',');
+export const writeChanges = (changes) => changes.map(({site, head, how, by}) => `${site}:${head ?? '*'}:${LETTERS[how] ? LETTERS[how] + by : how}`).join(',');
 
 /** @returns {Change[]} */
 export function readChanges(text = '') {
-  return text.split(',').map((part) => part.split(':')).filter((parts) => parts.length === 3 && /^(zero|mean|patch)$/.test(parts[2]))
-    .map(([site, head, how]) => ({site, head: Number(head), how: /** @type {Change['how']} */ (how)}));
+  return text.split(',').map((part) => part.split(':')).filter((parts) => parts.length === 3 && /^(zero|mean|patch|[xs]-?[\d.]+)$/.test(parts[2]))
+    .map(([site, part, how]) => {
+      const head = part === '*' ? null : Number(part);
+      const measured = /** @type {Change['how'] | undefined} */ (Object.keys(LETTERS).find((name) => LETTERS[name] === how[0]));
+      return measured ? {site, head, how: measured, by: Number(how.slice(1))} : {site, head, how: /** @type {Change['how']} */ (how)};
+    });
 }

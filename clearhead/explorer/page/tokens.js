@@ -26,11 +26,15 @@ export function makeStrip(root, page) {
     shown.target = tokenList(second, page, 'target');
   }
   return {
-    update() {
-      const reading = /** @type {Reading} */ (page.reading);
-      shown.source?.show(reading.source, reading);
-      if (reading.target) shown.target?.show(reading.target, reading);
-      showAnswer(answered, reading);
+    /** The tokens once, the answer when it is there. */
+    update(first = true) {
+      const {given, reading} = page;
+      if (!given) return;
+      if (first) shown.source?.show(given.source, given);
+      if (first && given.target) shown.target?.show(given.target, given);
+      if (reading) return showAnswer(answered, reading);
+      const {done = 0, of = 1} = given.layers ?? {};
+      answered.replaceChildren(el('h2', {}, `Layer ${done} of ${of}`), el('progress', {max: of, value: done, 'aria-label': 'Layers computed'}));
     },
     /** @param {Place['side']} side @param {Numbers | null} weights 0..1, scaled as on the map */
     shade: (side, weights) => shown[side]?.shade(weights),
@@ -177,7 +181,7 @@ function tokenList(root, page, side) {
 /** A picture with its patches, or a spectrogram with its frames; hovering asks the chosen head about that place.
  * @param {Box} root @param {Page} page @param {Box} sample */
 function patches(root, page, sample) {
-  /** @type {Reading | null} */
+  /** @type {Given | null} */
   let reading = null;
   /** @type {Numbers | null} */
   let weights = null;
@@ -243,7 +247,7 @@ function patches(root, page, sample) {
       weights = news;
       drawn.redraw();
     },
-    /** @param {Side} side @param {Reading} news */
+    /** @param {Side} side @param {Given} news */
     show(side, news) {
       reading = news;
       const special = new Set(side.special);
@@ -260,7 +264,7 @@ function patches(root, page, sample) {
   };
 }
 
-/** @param {Reading} reading */
+/** @param {Given} reading */
 function photograph({arrays, shapes}) {
   const [height, width] = shapes.picture ?? [1, 1];
   const image = new ImageData(width, height);
@@ -273,7 +277,7 @@ function photograph({arrays, shapes}) {
   return canvas;
 }
 
-/** Low frequencies below, as one writes music. @param {Reading} reading */
+/** Low frequencies below, as one writes music. @param {Given} reading */
 function spectrogram({arrays, shapes}) {
   const values = arrays.spectrogram ?? new Float32Array(1);
   const [mels, frames] = shapes.spectrogram ?? [1, 1];

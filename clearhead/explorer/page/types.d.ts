@@ -3,8 +3,9 @@
 type Value = string | number | boolean | null;
 type Params = {[name: string]: unknown};
 
-interface Change { site: string; head: number; how: 'zero' | 'mean' | 'patch' }
-interface Run { model: string; text: string; target: string | null; second: string | null; changes: Change[] }
+/** `head`: of an attention, or a neuron of a feed-forward layer; null: all of it. */
+interface Change { site: string; head: number | null; how: 'zero' | 'mean' | 'patch' | 'scale' | 'steer'; by?: number }
+interface Run { model: string; text: string; target: string | null; second: string | null; away?: string; changes: Change[] }
 
 interface Attention { name: string; sites: string[]; n_heads: number[] }
 interface Model {
@@ -23,9 +24,13 @@ interface Answer {
 interface Side { tokens: string[]; ids: number[]; kind: 'tokens' | 'patches' | 'frames'; grid?: [number, number]; special: number[] }
 interface Guess { token?: string; label?: string; id: number; p: number }
 interface Result { kind: 'next' | 'classes' | 'mask' | 'token' | 'translation' | 'states' | 'seen'; top: Guess[]; text?: string; words?: string; at?: number }
-/** The answer to `read`: what the model was given, in tokens, and what it says. */
-interface Reading extends Answer {
-  source: Side; target: Side | null; target_text: string | null; truncated: boolean; answer: Result; plain: Result | null;
+/** What the model was given, in tokens; `layers` while it still computes. */
+interface Given extends Answer {
+  source: Side; target: Side | null; target_text: string | null; truncated: boolean; layers?: {done: number, of: number};
+}
+/** The answer to `read`: what the model was given, and what it says. */
+interface Reading extends Given {
+  answer: Result; plain: Result | null;
   /** Of a model without a head: the cosines of its changed states with those before, and of their means. */
   moved: {mean: number | null; tokens: number[]} | null;
 }
@@ -36,6 +41,8 @@ interface State {
   number(key: string, otherwise: number): number;
   /** Null removes a key. Subscribers of a changed key hear of it at once. */
   set(values: {[key: string]: string | number | null}): void;
+  /** The whole address. */
+  all(): {[key: string]: string};
   /** Write the address now. */
   flush(): void;
   /** It ends when the node leaves the page. */
@@ -61,12 +68,15 @@ interface Page {
   /** The chosen model, its attention of this name (the first otherwise), and the run the address describes. */
   model(): Model;
   run(): Run;
+  /** The tokens of this run; null until they are here. */
+  given: Given | null;
   /** The last `read` of this run; null while the first is on its way or after it failed. */
   reading: Reading | null;
   /** One request. A newer one in the same lane makes an older one fail with AbortError: old never overwrites new. */
   ask(name: string, params: Params, lane?: string): Promise<Answer>;
-  /** Ask, mark `box` busy, then show; a failure is shown in `box` in the server's words; a superseded request is silent. */
-  load(box: HTMLElement, lane: string, name: string, params: Params, show: (answer: Answer) => void): Promise<void>;
+  /** Ask, mark `box` busy, then show; a failure is shown in `box` in the server's words; a superseded request is silent.
+   * While `show` answers true, more follows and the box stays busy. */
+  load(box: HTMLElement, lane: string, name: string, params: Params, show: (answer: Answer) => unknown): Promise<void>;
   /** The token under the pointer or the keyboard: what the chosen head does there shades the strip. */
   focus(place: Place | null): void;
   onFocus(node: Node, hear: (place: Place | null) => void): void;
@@ -122,8 +132,10 @@ interface Chart extends Figure { show(kind: ChartKind): void }
 interface Window {
   /** An exported page: answers by canonical key, base64 of the packed form. */
   CLEARHEAD_ANSWERS?: {[key: string]: string};
+  /** A page that computes by itself: the requests it answers, and how its weights are kept. */
+  CLEARHEAD_LOCAL?: {names: string[]; precision: string; answer(name: string, params: any): Answer};
   /** What an exported page or a notebook begins with: the address's keys, and which panels it has (all without it). */
-  CLEARHEAD_START?: {state?: {[key: string]: string}; panels?: string[]; left_out?: string};
+  CLEARHEAD_START?: {state?: {[key: string]: string}; panels?: string[]; left_out?: string; live?: string};
 }
 
 interface Head { site: string; layer: number; head: number; scores: {[name: string]: number | null} | null; node: HTMLElement }
@@ -147,8 +159,17 @@ interface Choice { id: number; token: string; p_raw: number; p_final: number; re
 interface Branch { token: string; parent: number; score: number | null; why?: string; wins?: boolean }
 interface Leaf extends Branch { step: number; fate: 'kept' | 'finished' | 'dropped'; before: Leaf | null; x: number; y: number }
 interface Positions { name: string; is_model: boolean; words: string }
+/** How much of a picture is drawn by now, 0 to 1. */
+interface Pace { shown(): number }
+/** One step of following a token. */
+interface Stop { name: string; title: string; words: string; equation: string; draw(box: HTMLElement, pace: Pace): void }
 type Matrix = number[][];
 interface Hand { q: Matrix; k: Matrix; v: Matrix }
 /** Of a slider kept in the address: key, label, min, max, step, usual value. */
 type Knob = [string, string, number, number, number, number];
+/** A summand of a logit. */
+interface Part { name: string; site: string | null; layer: number | null; head: number | null; value: number }
+interface SignedKind {
+  label: string; rows(): number; columns(): string[]; most(): number; value(r: number, c: number): number | null; words(r: number, c: number): string;
+}
 interface Effect { d_loss: number | null; d_logit: number | null }
