@@ -144,7 +144,6 @@ class BeamSearcher:
         self.allocator.share(new[new > 0])
         self.allocator.free(old[old > 0])
         runner.block_table[rows, :used] = new
-        runner.tables_changed = True
 
     def copy_shared_blocks(self, reservations: NDArray[np.int64]) -> None:
         """Copy on write, without paths: a row that is about to write to a shared block gets a copy of it."""
@@ -160,7 +159,6 @@ class BeamSearcher:
             runner.copy_blocks(last[copied], targets)
             runner.block_table[copied, at[copied]] = targets
             self.allocator.free(last[copied])
-            runner.tables_changed = True
 
     def advance(self, params: BeamSearchParams, sequences: abc.Sequence[Sequence], copy: HostCopy) -> None:
         """Repeat on the CPU a step that the device chose, from its candidates."""

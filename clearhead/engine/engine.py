@@ -35,6 +35,7 @@ from clearhead.engine.runner import ModelRunner
 from clearhead.engine.sampler import SamplingGroup, group_sequences, sample_tokens
 from clearhead.engine.scheduler import Scheduler, first_rows
 from clearhead.engine.sequence import Sequence
+from clearhead.engine.speculation import DRAFT_ROWS, Speculator
 from clearhead.engine.transfer import HostCopy, to_device
 from clearhead.errors import InputError
 from clearhead.inside.evaluation_mode import eval_mode, may_train
@@ -52,6 +53,7 @@ class BatchPlan:
     groups: list[SamplingGroup]
     search: BeamSearchParams | None  # that of all rows, if the device continues it without the CPU
     can_run_ahead: bool  # whether the next step can start before the last tokens are known
+    can_draft: bool
 
 
 @dataclass
@@ -103,6 +105,7 @@ class Engine:
         self.scheduler = Scheduler(self.allocator, self.runner)
         self.outputs = OutputProcessor(self.scheduler, normalises=not is_decoder)
         self.beam_searcher = BeamSearcher(self.runner, self.allocator)
+        self.speculator = Speculator(self.runner, self.scheduler, self.outputs)
         self.plan: BatchPlan | None = None
         self.in_flight: deque[StepInFlight] = deque()
         self.processors = ProcessorCache(model)
@@ -146,6 +149,11 @@ class Engine:
         if request.beams > self.max_rows:
             raise InputError(
                 f"beams={request.beams} is more than max_rows={self.max_rows}; lower it, or raise the other"
+            )
+        if (request.lookup or request.draft is not None) and self.max_rows == 1:
+            name = "lookup" if request.lookup else "draft"
+            raise InputError(
+                f"{name} needs rows for its drafts; got max_rows=1; raise it, best to {DRAFT_ROWS} for one text"
             )
         if request.name in self.scheduler.names:
             raise InputError(f"a request of the name {request.name!r} is not over yet; give each its own name")
@@ -195,6 +203,7 @@ class Engine:
         if self.scheduler.needs_sweep:
             self.scheduler.sweep()
             self.beam_searcher.remove_done()
+            self.speculator.remove_done()
 
     def _prefill(self) -> None:
         """Compute prompts in order, at most `prefill_tokens` tokens."""
@@ -233,12 +242,15 @@ class Engine:
             groups = group_sequences(running, firsts, firsts, self.device)
             search = self.beam_searcher.common_params(running)
             can_run_ahead = search is not None or all(sequence.can_run_ahead for sequence in running)
-            self.plan = BatchPlan(running, groups, search, can_run_ahead)
+            can_draft = any(s.has_drafts for s in running) and all(s.n_rows == 1 for s in running)
+            self.plan = BatchPlan(running, groups, search, can_run_ahead, can_draft)
         return self.plan
 
     def _decode(self) -> None:
-        """One token for every row."""
+        """One token for every row, and more where some were drafted."""
         plan, searcher, scheduler = self._batch_plan(), self.beam_searcher, self.scheduler
+        if plan.can_draft and self.speculator.step():
+            return
         copies = bool(searcher.groups) and not self.runner.has_paths
         scheduler.allocate_next(searcher.copy_shared_blocks if copies else None)
         if plan.search is not None:

@@ -23,6 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from clearhead import kernels
+from clearhead.engine.kept_blocks import NONE
 from clearhead.layers.cache import Keys, StoredKeys
 from clearhead.layers.masks import ABSENT, Mask
 
@@ -73,7 +74,8 @@ class PagedCache:
     keys, and they are only stored. With several tokens a row, the call's `mask` says which are real; padding is at the end. Only
     `live` rows (1, not 0) gain a token: the others pad a batch to a recorded size. `paths`, if given, name the slot of each token
     of a row; the table then only says where the next one is written. `packed` is the mask of prompts that the call reads in one row
-    without padding: tables and counts are then those of each token.
+    without padding: tables and counts are then those of each token. `kept`, if given, are the entries of each row's table that are
+    read (KeptBlocks).
     """
 
     length = 0  # the engine has checked lengths
@@ -88,9 +90,10 @@ class PagedCache:
         live: Int[Tensor, " B"] | None = None,
         paths: Int[Tensor, "B L"] | None = None,
         packed: Mask | None = None,
+        kept: Int[Tensor, "B w"] | None = None,
     ) -> None:
         self.pool, self.table, self.counts, self.fresh, self.live = pool, table, counts, fresh, live
-        self.paths, self.packed = paths, packed
+        self.paths, self.packed, self.kept = paths, packed, kept
         self.source: BlockTable | None = None  # an encoder-decoder's source
         self.reads = False  # whether this call reads the source
         self.layers = [PagedLayer(self, k, v, n) for (k, v), n in zip(pool.layers, pool.n_cross_heads, strict=True)]
@@ -133,7 +136,10 @@ class PagedCache:
         if self.fresh:
             return at[0], Mask()
         self.held = self.append(T)
-        return at, Mask(queries=at, keys=key_positions(self.held))
+        keys = key_positions(self.held)
+        if self.kept is not None:
+            self.held, keys = select(self.held, keys, self.kept)
+        return at, Mask(queries=at, keys=keys)
 
     def append(self, T: int) -> BlockTable:
         """The block table with the next T tokens; where there are paths, the new tokens' slots are added to them."""
@@ -240,3 +246,13 @@ def key_positions(where: BlockTable) -> Int[Tensor, "B S"]:
     """The positions of the keys that `gather` returns; ABSENT after the last token of a row."""
     at = torch.arange(where.table.shape[1] * where.block, device=where.table.device)
     return torch.where(at < where.counts[:, None], at, ABSENT)
+
+
+def select(
+    where: BlockTable, keys: Int[Tensor, "B S"], kept: Int[Tensor, "B w"]
+) -> tuple[BlockTable, Int[Tensor, "B s"]]:
+    """Some entries of each row's table, and the positions of the keys in them; NONE stands for no entry."""
+    at = kept.clamp(min=0).long()
+    places = keys.unflatten(1, (-1, where.block)).gather(1, at[..., None].expand(-1, -1, where.block))
+    places = torch.where(kept[..., None] == NONE, ABSENT, places).flatten(1)
+    return BlockTable(where.table.gather(1, at), where.counts, where.block), places

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from clearhead import kernels
 from clearhead.engine.gpu_step import norms_of
+from clearhead.engine.kept_blocks import KeptBlocks
 from clearhead.engine.kv_cache import Pool
 from clearhead.engine.native_support import is_supported
 from clearhead.kernels import decode_step, huge_pages, native
@@ -49,6 +50,7 @@ class NativeStep:
         self.assumes_unchanged = False
         self.prepared: PreparedModel | None = None
         self.step: DecodeStep | None = None  # with the prepared model
+        self.kept: KeptBlocks | None = None  # of a sparse model
 
     @contextmanager
     def assume_unchanged(self) -> Generator[None]:
@@ -59,11 +61,13 @@ class NativeStep:
         finally:
             self.assumes_unchanged, self.prepared = False, None
 
-    def run(self, tokens: Int[Tensor, " n"], pool: Pool, own: Table, source: Table) -> Float[Tensor, "n V"] | None:
+    def run(
+        self, tokens: Int[Tensor, " n"], pool: Pool, own: Table, source: Table, stores_first: bool = False
+    ) -> Float[Tensor, "n V"] | None:
         """The logits after these tokens; each row's most likely next token takes the place of its token.
 
         None: nothing was done, and the model must be called. The tables may have more rows than there are tokens. A decoder
-        has no source.
+        has no source. `stores_first`: rows may be successive tokens of one text.
         """
         if self.prepared is None or not self.assumes_unchanged:
             self._prepare(tokens, pool)
@@ -72,8 +76,18 @@ class NativeStep:
         tables = self.prepared.position_tables(int(own.counts[: len(tokens)].max()) + 1)
         if tables is None:
             return None
+        kept = self._kept_table(len(tokens), pool.block, own)
         self.prepared.before_step()
-        return self.step.run(tokens, pool.memory, own, source, tables)
+        return self.step.run(tokens, pool.memory, own, source, tables, kept, stores_first)
+
+    def _kept_table(self, n: int, block: int, own: Table) -> Table | None:
+        """What the first n rows read, if the model's pattern forbids some of it."""
+        patterns = () if self.prepared is None else self.prepared.patterns
+        if not patterns:
+            return None
+        if self.kept is None or (self.kept.pattern, self.kept.block) != (patterns[0], block):
+            self.kept = KeptBlocks(patterns[0], block)
+        return self.kept.table(Table(own.blocks[:n], own.counts[:n]))
 
     def _prepare(self, tokens: Tensor, pool: Pool) -> None:
         """Set `prepared` to the model as it is now, or to None if its step is not native.cpp's."""
@@ -110,7 +124,7 @@ class PreparedModel:
         called: list[nn.Module] = [*stack.layers, stack.norm, model.tokens, model.head]
         called += [stack.positions, stack.embedding_norm]
         modules = [module for top in called for module in top.modules()]
-        self.config = model.config
+        self.config, self.patterns = model.config, model.config.patterns
         self.snapshot = Snapshot(modules, [model, stack, stack.blocks])
         self.padded_biases: list[tuple[FusedLinear, Tensor]] = []
         self.weights: DecodeModel | None = None  # None: native.cpp does not compute this model
@@ -138,6 +152,7 @@ class PreparedModel:
             and (memory.shape[1], memory.shape[5]) == (self.n_layers, self.d_head)
             and memory.shape[3] >= self.n_kv_heads
             and n_rows <= self.max_rows
+            and all(pattern.block % memory.shape[4] == 0 for pattern in self.patterns)
             and not self.snapshot.is_hooked()
         )
 

@@ -33,7 +33,6 @@ def is_supported(model: Decoder | EncoderDecoder, stack: Stack, modules: list[nn
         type(model) in (Decoder, EncoderDecoder)
         and len(stack.layers) == len(stack.blocks) > 0
         and all(type(module) in KNOWN for module in modules)
-        and not stack.config.sparsity
         and not snapshot.replaces_methods
         and not any(module.training and getattr(module, "dropout", 0) for module in modules)
         and all(_is_plain(module) for module in modules)

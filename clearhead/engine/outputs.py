@@ -29,8 +29,12 @@ class OutputProcessor:
         """The new tokens since the last call, and None for each ticket that is done."""
         output: StepOutput = []
         for ticket in dict.fromkeys(self.changed):
-            output += [(ticket, ticket.token(at)) for at in range(ticket.n_reported, ticket.n_shown)]
-            ticket.n_reported = ticket.n_shown
+            new = range(ticket.n_reported, ticket.n_shown)
+            if ticket.request.scored or ticket.request.alternatives:
+                output += [(ticket, ticket.token(at)) for at in new]
+            else:  # the usual case first
+                output += [(ticket, Token(id)) for id in ticket.written[new.start : new.stop]]
+            ticket.n_reported = new.stop
             output += [(ticket, None)] if ticket.is_done else []
         self.changed.clear()
         return output

@@ -43,6 +43,7 @@ class Prefill:
         weight = example_weight(model)
         self.device, self.dtype = weight.device, weight.dtype
         self.inputs: dict[tuple[int, int, int], Tensor] = {}  # the memory that graphs read from
+        self.recorded: list[tuple[int, int]] = []  # numbers and lengths of prompts, if no others are to be recorded
         self.packs = (
             isinstance(model, Decoder)
             and self.device.type == "cuda"
@@ -63,15 +64,23 @@ class Prefill:
             return self._run_chunks(model, sequences, T)
         longest, S = max(s.n_to_prefill for s in sequences), max(s.n_source for s in sequences)
         if self.graphs is not None and not self.graphs.is_hooked:
-            config, R = model.config, round_up(len(sequences), self.max_rows)
-            width = min(_round_length(longest), config.max_len)
-            source_width = min(_round_length(S), config.max_source_len)
-            if R * max(width, source_width) * config.d_model <= MAX_GRAPH_NUMBERS:
-                return self._replay(self.graphs, model, sequences, R, width, source_width)
+            size = self._graph_size(model, len(sequences), longest, S)
+            if size is not None:
+                return self._replay(self.graphs, model, sequences, *size)
         if self.packs:
             return self._run_packed(model, sequences)
         inputs = to_device(stack_inputs(sequences, len(sequences), longest, S, self.block_size), self.device)
         return self._run_padded(model, inputs, longest, S, all(s.n_source == S for s in sequences))
+
+    def _graph_size(self, model: Writer, n: int, longest: int, S: int) -> tuple[int, int, int] | None:
+        """The rows, tokens and source tokens that n prompts are padded to; None: no graph is worth it, or none is recorded."""
+        if self.recorded:
+            fitting = [(R, T) for R, T in self.recorded if n <= R and longest <= T]
+            return (*min(fitting, key=lambda size: size[0] * size[1]), 0) if fitting else None
+        config, R = model.config, round_up(n, self.max_rows)
+        width, source_width = min(_round_length(longest), config.max_len), min(_round_length(S), config.max_source_len)
+        is_small = R * max(width, source_width) * config.d_model <= MAX_GRAPH_NUMBERS
+        return (R, width, source_width) if is_small else None
 
     def _replay(
         self, graphs: CudaGraphs, model: Writer, sequences: abc.Sequence[Sequence], R: int, T: int, S: int

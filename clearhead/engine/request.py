@@ -13,6 +13,7 @@ from torch import Tensor
 
 from clearhead.errors import InputError
 from clearhead.models import Decoder, EncoderDecoder
+from clearhead.quantization.model_weights import example_weight
 from clearhead.sampling.beam_search import Candidate, Hypothesis
 from clearhead.sampling.grammar import Grammar
 from clearhead.sampling.logits_processors import LogitsProcessor
@@ -39,6 +40,7 @@ class Request:
     with `prompt`, or without one with its start token. `eos`: None is the checkpoint's own, () none. `stop` are id sequences that
     end a text. With `beams` above 1 a beam search looks for the likeliest text, and returns its `n_best`. `grammar` is what the
     text must match. `scored` keeps the tokens' log-probabilities; `alternatives`, at each step, so many likeliest ones with theirs.
+    `lookup`: a decoder drafts tokens by prompt lookup, `draft`: by a smaller decoder with its vocabulary; the text stays the same.
     `trace` keeps each step of a beam search. `name` is the caller's, and must be unique among requests that are not done.
     `processor` is the strategy, prepared beforehand (`Engine.processors.get`, in any thread): thousands of biases take a while.
     Clients, by any name, take turns when requests wait; those without one are all of one client, which may use all of the engine.
@@ -56,6 +58,8 @@ class Request:
     early_stopping: bool | Literal["never"] = False
     n_best: int = 1
     grammar: Grammar | None = None
+    lookup: bool = False
+    draft: Decoder | None = None
     scored: bool = False
     alternatives: int = 0
     trace: bool = False
@@ -88,6 +92,7 @@ class Ticket:
         self.is_waiting = True  # until it is admitted
         self.error: InputError | None = None  # why it failed
         self.n_prompt = 0
+        self.n_drafted = self.n_accepted = 0  # tokens that were verified, and those of them that stand
         self.n_cached = 0  # tokens of the prompt that were found in the prefix cache
 
     @property
@@ -138,6 +143,12 @@ def check_request(request: Request, model: Decoder | EncoderDecoder, what: str =
             f"a search ends its texts by eos alone, and tells its alternatives by trace=True; got stop={request.stop}, "
             f"alternatives={request.alternatives}, beams={request.beams}; leave one out"
         )
+    if request.lookup and (request.beams > 1 or not isinstance(model, Decoder)):
+        raise InputError(
+            f"lookup is for decoders, without beams; got shape={config.shape!r}, beams={request.beams}; leave one of them out"
+        )
+    if request.draft is not None:
+        _check_draft(request, request.draft, model)
     prompt = check_rows([request.prompt], config.vocab_size, what)[0]
     if isinstance(model, EncoderDecoder):
         _check_source(request.source, model)
@@ -154,7 +165,31 @@ def check_request(request: Request, model: Decoder | EncoderDecoder, what: str =
             f"{what} is too long: {len(prompt)} tokens + max_new_tokens={request.max_new_tokens} > "
             f"max_len={config.max_len}; shorten the prompt, or ask for fewer"
         )
+    if request.draft is not None and len(prompt) + room > request.draft.config.max_len:
+        raise InputError(
+            f"{what} is too long for the draft model: {len(prompt)} tokens + max_new_tokens={request.max_new_tokens} > its "
+            f"max_len={request.draft.config.max_len}; shorten the prompt, ask for fewer, or leave draft out"
+        )
     return prompt
+
+
+def _check_draft(request: Request, draft: object, model: Decoder | EncoderDecoder) -> None:
+    """Refuse a draft model that can not draft for this request."""
+    if not isinstance(draft, Decoder) or not isinstance(model, Decoder) or request.beams > 1:
+        shapes = [getattr(getattr(one, "config", None), "shape", type(one).__name__) for one in (draft, model)]
+        raise InputError(
+            f"a draft model is a decoder, for a decoder without beams; got shape={shapes[0]!r} for shape={shapes[1]!r}, "
+            f"beams={request.beams}; leave draft or beams out"
+        )
+    if request.lookup:
+        raise InputError("lookup and a draft model both draft; got lookup=True and draft; leave one of them out")
+    if draft.config.vocab_size != model.config.vocab_size:
+        raise InputError(
+            f"a draft model has the vocabulary of the model; got vocab_size={draft.config.vocab_size} for "
+            f"vocab_size={model.config.vocab_size}; take one with the same tokenizer"
+        )
+    if (here := example_weight(draft).device) != (there := example_weight(model).device):
+        raise InputError(f"a draft model lies on the device of the model; got {here} for {there}; move one of them")
 
 
 def _check_ends(request: Request, model: Decoder | EncoderDecoder) -> None:

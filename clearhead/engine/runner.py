@@ -20,6 +20,7 @@ from torch import Tensor
 
 from clearhead.engine import gpu_step
 from clearhead.engine.cuda_graphs import CudaGraphs, round_up
+from clearhead.engine.kept_blocks import KeptBlocks
 from clearhead.engine.kv_cache import BlockTable, PagedCache, Pool
 from clearhead.engine.native_step import NativeStep
 from clearhead.engine.prefill import Prefill
@@ -77,6 +78,7 @@ class ModelRunner:
         self.source_table = np.zeros((max_rows, source_width), np.int32)
         self.source_lengths = np.zeros(max_rows, np.int32)
         self.tokens = torch.zeros(max_rows, dtype=torch.long, device=self.device)
+        self.has_drafts = False  # whether a row may continue the row before it
         self.has_argmax = False  # whether the last call put each row's likeliest next token in `tokens`
         self.has_paths = self.device.type == "cuda"
         self.paths: Int[Tensor, "R L"] | None = None  # while there are beams
@@ -90,6 +92,7 @@ class ModelRunner:
         self.device_tables = DeviceTables(self) if captures else None
         self.prompts = Prefill(model, self.pool, max_rows, self.graphs)
         self.native_step = NativeStep(model) if self.device.type == "cpu" else None
+        self.kept_blocks = KeptBlocks(config.patterns[0], block_size) if config.patterns else None
 
     @property
     def model(self) -> Decoder | EncoderDecoder:
@@ -102,7 +105,7 @@ class ModelRunner:
         return nullcontext() if self.native_step is None else self.native_step.assume_unchanged()
 
     def keep_rows(self, rows: abc.Sequence[int], *, has_beams: bool) -> None:
-        """Keep only these rows, in this order. `has_beams`: whether some are beams of a search."""
+        """Keep only these rows, in this order; one may be named several times. `has_beams`: whether some are of a search."""
         n, at = len(rows), np.array(rows, np.int64)
         for table in (self.block_table, self.lengths, self.source_table, self.source_lengths):
             table[:n] = table[at]
@@ -113,6 +116,17 @@ class ModelRunner:
         self.n = n
         self.paths = self.paths if has_beams else None
         self.tables_changed = self.rows_changed = True
+        self.has_drafts = False
+
+    def add_drafts(self, drafts: abc.Sequence[abc.Sequence[int]]) -> None:
+        """Behind each row, one for each of its drafted tokens; until `keep_rows`. The block tables have room for them."""
+        counts = [1 + len(draft) for draft in drafts]
+        self.keep_rows(np.repeat(np.arange(self.n), counts).tolist(), has_beams=False)
+        drafted = np.concatenate([np.arange(count) for count in counts])
+        self.lengths[: self.n] += drafted
+        ids = np.array([token for draft in drafts for token in draft])
+        self.tokens[to_device(np.flatnonzero(drafted), self.device)] = to_device(ids, self.device)
+        self.has_drafts = True
 
     def add_rows(self, sequences: abc.Sequence[Sequence]) -> None:
         """New rows for sequences whose prompts are in the cache: one each, or one for each beam."""
@@ -178,7 +192,7 @@ class ModelRunner:
         if self.native_step is None or self.paths is not None:
             return None
         own, source = Table(self.block_table, self.lengths), Table(self.source_table, self.source_lengths)
-        return self.native_step.run(self.tokens[: self.n], self.pool, own, source)
+        return self.native_step.run(self.tokens[: self.n], self.pool, own, source, self.has_drafts)
 
     def _run_step(self, search: BeamSearchParams | None) -> Tensor:
         """The step without a graph."""
@@ -189,7 +203,11 @@ class ModelRunner:
         used = -(-int(self.source_lengths[:n].max()) // self.block_size)
         source = to_device(self.source_table[:n, :used], self.device), to_device(self.source_lengths[:n], self.device)
         paths = None if self.paths is None else self.paths[:n, :longest]
-        logits = self.step(self.tokens[:n], PagedCache(self.pool, table, lengths, paths=paths), *source)
+        kept = None
+        if self.kept_blocks is not None and paths is None:
+            kept = to_device(self.kept_blocks.find(self.lengths[:n]), self.device)
+        cache = PagedCache(self.pool, table, lengths, paths=paths, kept=kept)
+        logits = self.step(self.tokens[:n], cache, *source)
         return logits if search is None else self._extend_beams(logits, search)
 
     def _replay(self, graphs: CudaGraphs, search: BeamSearchParams | None) -> Tensor:

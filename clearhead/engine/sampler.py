@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import abc
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -28,46 +30,64 @@ class SamplingGroup:
 
     processor: LogitsProcessor
     sequences: list[Sequence]
-    rows: Int[Tensor, " n"]  # of the batch
-    logit_rows: Int[Tensor, " n"] | None  # of the logits; None: all, in order
-    seeds: Int[Tensor, " n"]
-    n_prompt: Int[Tensor, " n"]
-    limits: Int[Tensor, " n"]
+    places: list[tuple[int, int]]  # of each: its row of the batch, and of the logits
+    is_part: bool  # whether others have logits, too
+    device: torch.device
     scored: bool
     alternatives: int
     is_simple: bool  # no scores are asked for, and only eos and the limit can end a text
+    drafted: list[abc.Sequence[int]]  # of each: drafted tokens between its last token and this row
+
+    @cached_property
+    def facts(self) -> Int[Tensor, "5 n"]:
+        """Rows, rows of the logits, seeds, lengths of prompts and limits, on the device. Greedy groups of all rows need none."""
+        numbers = [
+            (row, at, s.ticket.request.seed, len(s.prompt), s.limit)
+            for s, (row, at) in zip(self.sequences, self.places, strict=True)
+        ]
+        return to_device(np.array(numbers, np.int64), self.device).T
+
+    @property
+    def rows(self) -> Int[Tensor, " n"]:
+        return self.facts[0]
+
+    @property
+    def logit_rows(self) -> Int[Tensor, " n"]:
+        return self.facts[1]
 
 
 def group_sequences(
-    sequences: abc.Sequence[Sequence], rows: abc.Sequence[int], logit_rows: abc.Sequence[int], device: torch.device
+    sequences: abc.Sequence[Sequence],
+    rows: abc.Sequence[int],
+    logit_rows: abc.Sequence[int],
+    device: torch.device,
+    drafted: abc.Sequence[abc.Sequence[int]] | None = None,
 ) -> list[SamplingGroup]:
-    """Groups of the sequences without beam search; `rows` and `logit_rows` are those of each sequence."""
-    found: dict[tuple[int, bool, int], list[tuple[Sequence, int, int]]] = {}
-    for sequence, row, logit_row in zip(sequences, rows, logit_rows, strict=True):
+    """Groups of the sequences without beam search; `rows` and `logit_rows` are those of each.
+
+    `drafted`: a sequence may occur several times in a row, each time with one more drafted token after its last one.
+    """
+    found: dict[tuple[int, bool, int], tuple[list[Sequence], list[tuple[int, int]]]] = {}
+    for sequence, place in zip(sequences, zip(rows, logit_rows, strict=True), strict=True):
         if sequence.n_rows == 1:
             request = sequence.ticket.request
-            key = id(sequence.processor), request.scored, request.alternatives
-            found.setdefault(key, []).append((sequence, row, logit_row))
-    groups: list[SamplingGroup] = []
-    for (_, scored, alternatives), parts in found.items():
-        own = [sequence for sequence, _, _ in parts]
-        facts = [(s.ticket.request.seed, len(s.prompt), s.limit, row, at) for s, row, at in parts]
-        seeds, n_prompt, limits, own_rows, among = to_device(np.array(facts, np.int64), device).unbind(1)
-        groups.append(
-            SamplingGroup(
-                processor=own[0].processor,
-                sequences=own,
-                rows=own_rows,
-                logit_rows=among if len(parts) < len(sequences) else None,
-                seeds=seeds,
-                n_prompt=n_prompt,
-                limits=limits,
-                scored=scored,
-                alternatives=alternatives,
-                is_simple=not (scored or alternatives or any(s.constraints or s.ticket.request.stop for s in own)),
-            )
+            own, places = found.setdefault((id(sequence.processor), request.scored, request.alternatives), ([], []))
+            own.append(sequence)
+            places.append(place)
+    return [
+        SamplingGroup(
+            processor=own[0].processor,
+            sequences=own,
+            places=places,
+            is_part=len(own) < len(sequences),
+            device=device,
+            scored=scored,
+            alternatives=alternatives,
+            is_simple=not (scored or alternatives or any(s.constraints or s.ticket.request.stop for s in own)),
+            drafted=[()] * len(own) if drafted is None else [drafted[at] for _, at in places],
         )
-    return groups
+        for (_, scored, alternatives), (own, places) in found.items()
+    ]
 
 
 def sample_tokens(group: SamplingGroup, logits: Float[Tensor, "n V"], runner: ModelRunner) -> HostCopy:
@@ -79,7 +99,7 @@ def sample_tokens(group: SamplingGroup, logits: Float[Tensor, "n V"], runner: Mo
     constrained = any(sequence.constraints for sequence in sequences)
     greedy = processor.is_identity and processor.strategy.temperature == 0 and not constrained
     needs_logits = not (greedy and runner.has_argmax) or group.scored or bool(group.alternatives)
-    is_part = group.logit_rows is not None
+    is_part = group.is_part
     logits = logits[group.logit_rows] if needs_logits and is_part else logits
     if greedy:
         if runner.has_argmax:
@@ -89,16 +109,18 @@ def sample_tokens(group: SamplingGroup, logits: Float[Tensor, "n V"], runner: Mo
         # NaN if one is: argmax counts it as the largest.
         best = logits[group.logit_rows, tokens] if is_part and not needs_logits else logits.gather(1, tokens[:, None])
     else:
-        steps = to_device(np.array([sequence.n_scheduled for sequence in sequences]), runner.device)
+        numbers = [s.n_scheduled + len(before) for s, before in zip(sequences, group.drafted, strict=True)]
+        steps = to_device(np.array(numbers), runner.device)
         history = None
         if processor.needs_history:
-            rows = [[*s.prompt, *s.ticket.written] for s in sequences]
+            rows = [[*s.prompt, *s.ticket.written, *d] for s, d in zip(sequences, group.drafted, strict=True)]
             history = to_device(pad(rows, ABSENT)[0], runner.device)
-        processed = processor(upcast(logits), history, group.n_prompt, steps, group.limits)
+        seeds, n_prompt, limits = group.facts[2:]
+        processed = processor(upcast(logits), history, n_prompt, steps, limits)
         if constrained:
-            allowed = grammar_masks(sequences, processor.vocab_size, runner.device)
+            allowed = grammar_masks(sequences, processor.vocab_size, runner.device, group.drafted)
             processed = processed.masked_fill(~allowed, -math.inf)
-        tokens = runner.tokens[group.rows] = processor.strategy.choose(processed, group.seeds, steps)
+        tokens = runner.tokens[group.rows] = processor.strategy.choose(processed, seeds, steps)
         best = processed.amax(-1)  # NaN if one is
         logits = processed if processor.strategy.timestamps else logits  # what its scores are of
     outputs: list[Tensor] = [tokens.masked_fill(~(best.flatten() > -math.inf), NO_TOKEN)]
@@ -109,14 +131,21 @@ def sample_tokens(group: SamplingGroup, logits: Float[Tensor, "n V"], runner: Mo
     return HostCopy(*outputs)
 
 
-def grammar_masks(sequences: abc.Sequence[Sequence], vocab_size: int, device: torch.device) -> Bool[Tensor, "n V"]:
-    """The tokens that each row's grammar allows next; without one, all."""
+def grammar_masks(
+    sequences: abc.Sequence[Sequence],
+    vocab_size: int,
+    device: torch.device,
+    drafted: abc.Iterable[abc.Sequence[int]] = repeat(()),
+) -> Bool[Tensor, "n V"]:
+    """The tokens that each row's grammar allows next, after what was drafted for it; without one, all."""
     rows: list[Tensor] = []
-    for sequence in sequences:
+    for sequence, ids in zip(sequences, drafted, strict=False):
         everything = torch.ones(vocab_size, dtype=torch.bool)
         for constraint in sequence.constraints or [None] * sequence.n_rows:
             try:
-                rows.append(constraint.allowed() if constraint is not None else everything)
-            except InputError:  # the vocabulary lacks what must come next: this text fails, the others continue
+                rows.append(constraint.after(ids).allowed() if constraint is not None else everything)
+            except (
+                InputError
+            ):  # a draft that is not allowed; or the vocabulary lacks what must come next: this text fails
                 rows.append(~everything)
     return torch.stack(rows).to(device)

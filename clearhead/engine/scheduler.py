@@ -23,6 +23,8 @@ from clearhead.engine.sequence import Sequence
 from clearhead.sampling.logits_processors import LogitsProcessor
 
 SPARED = 8  # one part of so many is for clients of which nothing runs
+HOLD_STEPS = 8  # that a few requests wait for others, so that they join a large batch together
+LARGE_BATCH = 64
 
 
 class Waiting(NamedTuple):
@@ -38,6 +40,8 @@ class Scheduler:
 
     def __init__(self, allocator: BlockAllocator, runner: ModelRunner) -> None:
         self.allocator, self.runner, self.max_rows = allocator, runner, runner.max_rows
+        # On a GPU an admission costs the CPU about as much as a step costs the GPU.
+        self.holds, self.n_held = runner.device.type == "cuda", 0
         self.waiting: FairQueue[Waiting] = FairQueue()
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []  # replaced, never changed: steps in flight hold the old list
@@ -77,7 +81,7 @@ class Scheduler:
 
     def admit(self) -> None:
         """Move waiting requests to `prefilling`, client by client, as long as blocks and rows suffice."""
-        if not self.waiting:
+        if not self.waiting or self._hold():
             return
         n_rows = Counter[str | None]()
         for sequence in (*self.running, *self.prefilling):
@@ -87,6 +91,14 @@ class Scheduler:
             one = self.waiting.pop(client)
             n_rows[client] += one.ticket.request.beams
             self._admit(one, prefix, n)
+
+    def _hold(self) -> bool:
+        """Whether few requests could join a large batch now: they wait some steps for others."""
+        n_running = self.runner.n
+        is_few = self.holds and n_running >= LARGE_BATCH
+        is_few = is_few and 2 * HOLD_STEPS * min(len(self.waiting), self.max_rows - n_running) < n_running
+        self.n_held = self.n_held + 1 if is_few and self.n_held < HOLD_STEPS else 0
+        return self.n_held > 0
 
     def _next(self, n_rows: Counter[str | None]) -> tuple[str | None, list[int], int] | None:
         """The client whose request is next, the blocks of its prefix, and how many it needs besides; None: nothing fits."""
@@ -126,8 +138,10 @@ class Scheduler:
         """
         first, packs = self.prefilling[0], self.runner.prompts.packs
         batch, longest, total = [first], _prefill_length(first), _prefill_length(first)
-        if first.n_prefilled or first.n_to_prefill > budget:
-            return batch, max(min(first.n_to_prefill, budget), first.n_source)
+        if first.n_to_prefill > budget:
+            return batch, max(budget, first.n_source)
+        if first.n_prefilled:
+            return self._next_chunks(first, budget)
         for sequence in self.prefilling[1:]:
             length = _prefill_length(sequence)
             T = max(longest, length)
@@ -140,6 +154,16 @@ class Scheduler:
         if packs:  # longest first: decode steps take rows in order, and short ones fill the gaps at the end
             batch.sort(key=lambda sequence: -sequence.n_to_prefill)
         return batch, total
+
+    def _next_chunks(self, first: Sequence, budget: int) -> tuple[list[Sequence], int]:
+        """The rest of the first prompt, and of others of which as many tokens are there, such as those with the same prefix."""
+        batch, longest = [first], first.n_to_prefill
+        for sequence in self.prefilling[1:] if not first.n_source else ():
+            T = max(longest, sequence.n_to_prefill)
+            if sequence.n_prefilled == first.n_prefilled and (len(batch) + 1) * T <= budget:
+                batch.append(sequence)
+                longest = T
+        return batch, max(len(batch) * longest, first.n_source)
 
     def prefilled(self, batch: list[Sequence], T: int) -> None:
         """Count T tokens of each prompt as computed. Finished ones leave `prefilling`."""
@@ -169,6 +193,7 @@ class Scheduler:
         runner, size = self.runner, self.allocator.block_size
         lengths = runner.lengths[: runner.n]
         full = np.flatnonzero(lengths % size == 0)
+        full = full[runner.block_table[full, lengths[full] // size] == 0]  # drafts may have taken it before
         if len(full) == 0 and copy_shared is None:
             return
         numbers = [sequence.reservation for sequence in self.running]
@@ -178,6 +203,16 @@ class Scheduler:
             runner.tables_changed = True
         if copy_shared is not None:
             copy_shared(reservations)
+
+    def allocate_drafts(self, counts: abc.Iterable[int]) -> None:
+        """Blocks for each row's next token, and for so many drafted ones after it. No row is a beam."""
+        runner, size = self.runner, self.allocator.block_size
+        for row, (sequence, count) in enumerate(zip(self.running, counts, strict=True)):
+            table, length = runner.block_table[row], int(runner.lengths[row])
+            new = [at for at in range(length // size, (length + count) // size + 1) if table[at] == 0]
+            if new:
+                table[new] = self.allocator.allocate([sequence.reservation] * len(new))
+                runner.tables_changed = True
 
     def sweep(self) -> None:
         """Remove sequences that are done, or have all their tokens scheduled, and free their blocks."""
@@ -189,7 +224,7 @@ class Scheduler:
         kept: list[Sequence] = []
         for sequence, first in zip(self.running, first_rows(self.running), strict=True):
             own = range(first, first + sequence.n_rows)
-            if sequence.ticket.is_done or sequence.n_scheduled >= sequence.limit:
+            if sequence.ticket.reason is not None or sequence.n_scheduled >= sequence.limit:
                 gone.append((sequence, runner.block_table[own.start : own.stop], int(runner.lengths[first])))
             else:
                 rows += own

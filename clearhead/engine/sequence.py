@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from clearhead.engine.prompt_lookup import PromptLookup
 from clearhead.engine.request import Ticket, source_length
 from clearhead.sampling.beam_search import BeamSearchParams
 from clearhead.sampling.grammar import Constraint
@@ -41,10 +42,25 @@ class Sequence:
         if request.grammar is not None:
             self.constraints = [request.grammar.start() for _ in range(self.n_rows)]
 
+        self.lookup = PromptLookup(prompt) if request.lookup else None
+
+    def draft(self, most: int) -> list[int]:
+        """At most so many tokens that may come next, if it has a lookup."""
+        if self.lookup is None:
+            return []
+        self.lookup.extend(self.ticket.written[len(self.lookup.tokens) - len(self.prompt) :])
+        return self.lookup.draft(most)
+
     @property
     def can_run_ahead(self) -> bool:
         """Whether its next step can start before its last token is known on the CPU."""
-        return self.n_rows == 1 and not self.constraints and not self.processor.needs_history
+        is_free = not self.has_drafts and not self.constraints and not self.processor.needs_history
+        return self.n_rows == 1 and is_free
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether tokens may be drafted for it."""
+        return self.lookup is not None or self.ticket.request.draft is not None
 
     @property
     def n_to_prefill(self) -> int:

@@ -2,6 +2,7 @@
 
 decoding.py       generate, stream, translate: lists of ids in, lists of new ids out
 texts.py          texts in, texts out: prompts that fit, stop texts, grammars, many requests in order
+written_texts.py  what write_texts returns with scores; a notebook displays it
 transcription.py  Whisper: windows of a sound to segments with times. scribe.py: its special tokens and languages;
                   word_times.py: when each word is said; transcript_formats.py: text, subtitles, JSON
 proteins.py       masked residues of a protein, and the effects of variants

@@ -33,6 +33,8 @@ def generate(
     eos: int | Sequence[int] | None = None,
     stop: Ids = (),
     grammar: Grammar | None = None,
+    lookup: bool = False,
+    draft: Decoder | None = None,
     batch_tokens: int = 16_384,
     return_scores: bool = False,
     **options: Any,
@@ -43,6 +45,8 @@ def generate(
     `max_new_tokens`; the ids that ended it are not part of it. Further options are the fields of `Strategy`: temperature (0, the
     default, is greedy), top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram,
     logit_bias, suppress, min_new_tokens. `grammar` is what each text must match (`Grammar.regex`, `.json_schema`, `.choice`).
+    `lookup` is faster where a text repeats parts of its prompt or of itself, and the text stays the same (prompt lookup).
+    `draft` is a smaller decoder with the same vocabulary, which drafts the text; that stays the same, too (speculative decoding).
     Prompt i is sampled with seed + i, or with seed[i] of a list: the same seed gives the same text, whatever else is in the
     batch, unless two tokens are as close as rounding. `batch_tokens` bounds the tokens in the KV cache, of prompts and new texts.
     Scores are log-probabilities of the model itself, before any option. An empty prompt is replaced by the model's bos, if it has
@@ -57,7 +61,8 @@ def generate(
         raise InputError(
             f"seed is one number of up to 63 bits, or one for each of {len(rows)} prompts; got {seed}; leave some out, or add some"
         )
-    common: dict[str, Any] = dict(max_new_tokens=max_new_tokens, strategy=strategy, eos=eos, stop=stop, grammar=grammar)
+    common: dict[str, Any] = dict(max_new_tokens=max_new_tokens, strategy=strategy, eos=eos, stop=stop)
+    common |= dict(grammar=grammar, lookup=lookup, draft=draft)
     requests = [
         Request(prompt=row, seed=each, scored=return_scores, **common) for row, each in zip(rows, seeds, strict=True)
     ]
@@ -77,12 +82,15 @@ def stream(
     eos: int | Sequence[int] | None = None,
     stop: Ids = (),
     grammar: Grammar | None = None,
+    lookup: bool = False,
+    draft: Decoder | None = None,
     **options: Any,
 ) -> Iterator[int]:
     """One prompt's new ids, each as soon as it is sampled: the same ids as `generate`, with the same options."""
     check_shape(model, "decoder")
     row = check_rows([prompt], model.config.vocab_size, "prompt")[0]
-    common: dict[str, Any] = dict(strategy=Strategy.of(options, stream), eos=eos, stop=stop, grammar=grammar)
+    common: dict[str, Any] = dict(strategy=Strategy.of(options, stream), eos=eos, stop=stop)
+    common |= dict(grammar=grammar, lookup=lookup, draft=draft)
     request = Request(prompt=row, max_new_tokens=max_new_tokens, seed=seed, **common)
     engine = make_engine(model, [request])
     return _follow(engine, engine.submit(request))

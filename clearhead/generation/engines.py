@@ -14,6 +14,7 @@ from clearhead.engine.engine import Engine
 from clearhead.engine.outputs import StepOutput
 from clearhead.engine.request import Request, Ticket, source_length
 from clearhead.engine.runner import ModelRunner
+from clearhead.engine.speculation import DRAFT_ROWS
 from clearhead.inside.evaluation_mode import eval_mode, may_train
 from clearhead.models import Decoder, EncoderDecoder
 from clearhead.quantization.model_weights import example_weight
@@ -77,7 +78,7 @@ def _keeps_runner(model: Decoder | EncoderDecoder) -> bool:
 def _size(requests: Sequence[Request], batch_tokens: int) -> tuple[int, int]:
     """The tokens of memory, and the rows, that these requests can use."""
     tokens = [_max_tokens(request) for request in requests] or [1]
-    rows = [request.beams for request in requests] or [1]
+    rows = [DRAFT_ROWS if one.lookup or one.draft is not None else one.beams for one in requests] or [1]
     return max(*tokens, min(sum(tokens), batch_tokens)), max(*rows, min(sum(rows), MAX_ROWS))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from clearhead.data.tokenizer import BYTE_PIECE, Tokenizer
 from clearhead.engine.engine import Engine
@@ -14,6 +14,7 @@ from clearhead.engine.request import Request, Ticket, Token, check_at_least, sou
 from clearhead.errors import InputError, did_you_mean
 from clearhead.generation.decoding import check_shape
 from clearhead.generation.engines import BATCH_TOKENS, eval_step, make_engine, raise_failure
+from clearhead.generation.written_texts import WrittenTexts, make_written
 from clearhead.models import Decoder, EncoderDecoder
 from clearhead.sampling.grammar import Grammar, Schema
 from clearhead.sampling.strategy import Strategy
@@ -21,6 +22,19 @@ from clearhead.sampling.strategy import Strategy
 AT_ONCE = 256  # requests
 
 
+@overload
+def write_texts(
+    model: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], *, return_scores: Literal[True], **options: Any
+) -> WrittenTexts: ...
+@overload
+def write_texts(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    return_scores: Literal[False] = False,
+    **options: Any,
+) -> list[str]: ...
 def write_texts(
     model: Decoder,
     tokenizer: Tokenizer,
@@ -32,15 +46,21 @@ def write_texts(
     json_schema: Schema | None = None,
     choices: Sequence[str] | None = None,
     batch_tokens: int = BATCH_TOKENS,
+    return_scores: bool = False,
+    alternatives: int = 0,
     **options: Any,
-) -> list[str]:
+) -> list[str] | WrittenTexts:
     """A decoder's continuation of each prompt, in the same order; prompt i is sampled with seed + i.
 
     A text ends before the first text of `stop` in it. One of `regex`, `json_schema` and `choices` may constrain it. Further
-    options are those of `make_request`. `batch_tokens` bounds the tokens in the KV cache.
+    options are those of `make_request`. `batch_tokens` bounds the tokens in the KV cache. With `return_scores`, each is a
+    `WrittenText`: its tokens with their probabilities and the likeliest `alternatives`; a notebook displays them in shades.
     """
     if isinstance(prompts, str):
         raise InputError(f"prompts is one str, {prompts!r:.60}; pass a list of texts")
+    if alternatives and not return_scores:
+        raise InputError(f"alternatives come with scores; got alternatives={alternatives}; add return_scores=True")
+    options |= dict(scored=return_scores, alternatives=alternatives)
     check_shape(model, "decoder")
     options["grammar"] = make_grammar(model, tokenizer, regex=regex, json_schema=json_schema, choices=choices)
     requests = [
@@ -50,16 +70,21 @@ def write_texts(
     engine = make_engine(model, requests, batch_tokens)
     tickets = [engine.submit(request, f"prompt {place}") for place, request in enumerate(requests)]
     streams = {id(ticket): stream_of(ticket.request, tokenizer, stop) for ticket in tickets}
-    written = dict.fromkeys(streams, "")
+    written, tokens = dict.fromkeys(streams, ""), {key: list[Token]() for key in streams}
     step = eval_step(engine)
     while engine.is_busy:
         for ticket, token in step():
             raise_failure(ticket)
             stream = streams[id(ticket)]
             written[id(ticket)] += stream.finish() if token is None else stream.push(token.id)
+            tokens[id(ticket)] += [] if token is None else [token]
             if stream.stop is not None:
                 engine.cancel(ticket)
-    return [written[id(ticket)] for ticket in tickets]
+    if not return_scores:
+        return [written[id(ticket)] for ticket in tickets]
+    keys = [id(ticket) for ticket in tickets]
+    each = zip(prompts, keys, strict=True)
+    return WrittenTexts(make_written(prompt, written[key], tokens[key], tokenizer) for prompt, key in each)
 
 
 def stream_text(
@@ -92,6 +117,8 @@ def make_request(
     stop: Sequence[str] = (),
     truncate: Literal["left"] | None = None,
     grammar: Grammar | None = None,
+    lookup: bool = False,
+    draft: Decoder | None = None,
     scored: bool = False,
     alternatives: int = 0,
     **options: Any,
@@ -110,6 +137,8 @@ def make_request(
         strategy=Strategy.of(options, make_request),
         stop=[[tokenizer.vocab[text]] for text in check_stops(stop, tokenizer) if is_special(text, tokenizer)],
         grammar=grammar,
+        lookup=lookup,
+        draft=draft,
         scored=scored,
         alternatives=alternatives,
     )

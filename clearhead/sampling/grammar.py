@@ -187,6 +187,13 @@ class Constraint:
         other._seen, other._has_ended = self._seen, self._has_ended
         return other
 
+    def after(self, tokens: Sequence[int]) -> Constraint:
+        """The state after these tokens; InputError if one of them is not allowed."""
+        state = self.fork() if tokens else self
+        for token in tokens:
+            state.push(token)
+        return state
+
     def _allowed_next(self) -> tuple[npt.NDArray[np.bool_], bool]:
         """Which tokens may come next, and whether only an end may.
 

@@ -87,8 +87,9 @@ def crowd(made: Engine, model: Any, requests: list[Request], rng: random.Random,
         for ticket, token in made.step():
             streams.setdefault(id(ticket), []).append(token)
         check_memory(made)
-        if tickets and rng.random() < 0.1:
-            made.cancel(rng.choice(tickets[-9:]))
+        running = [ticket for ticket in tickets[-9:] if not ticket.is_done]
+        if running and rng.random() < 0.1:
+            made.cancel(rng.choice(running))
             check_memory(made)
     assert_nothing_left(made)
     done = [ticket for ticket in tickets if ticket.reason != "cancelled"]

@@ -103,8 +103,9 @@ def some_request(rng: random.Random, model: Any, name: str) -> Request:
         more |= dict(eos=rng.choice([(), 5, [5, 7]]), grammar=None)
     if beams == 1 and rng.random() < 0.2:
         more |= dict(alternatives=3)
-    limit = rng.choice([1, 2, 5, 12, 18])
-    return Request(max_new_tokens=limit, seed=rng.randrange(-99, 99), scored=True, name=name, **more)
+    limit, seed = rng.choice([1, 2, 5, 12, 18]), rng.randrange(-99, 99)
+    more |= dict(lookup=beams == 1 and not is_pair(model) and seed % 3 == 0)
+    return Request(max_new_tokens=limit, seed=seed, scored=True, name=name, **more)
 
 
 def alone(model: Any, request: Request) -> Ticket:

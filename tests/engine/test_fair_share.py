@@ -110,3 +110,16 @@ def test_prompts_are_prefilled_in_turns(model: Any) -> None:
         engine.submit(ask("b", at, n_prompt=60))
     engine.scheduler.admit()
     assert [sequence.ticket.request.client for sequence in engine.scheduler.prefilling][:5] == ["a", "b", "a", "b", "a"]
+
+
+@pytest.mark.parametrize("client", [None, "a"])
+def test_a_cancelled_request_leaves_the_queue_at_once(model: Any, client: str | None) -> None:
+    engine = Engine(model, max_rows=1)
+    engine.submit(ask("b", 0, n_new=5))
+    waits, follows = engine.submit(ask(client, 1, n_new=2)), engine.submit(ask(client, 2, n_new=2))
+    engine.step()
+    assert engine.n_waiting == 2
+    engine.cancel(waits)
+    assert engine.n_waiting == 1
+    engine.run()
+    assert (waits.ids, waits.reason, len(follows.ids)) == ([], "cancelled", 2)

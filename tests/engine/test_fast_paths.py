@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from clearhead.config import Config
+from clearhead.engine.allocator import BLOCK_SIZE
 from clearhead.engine.engine import Engine
 from clearhead.engine.request import Request
 from clearhead.kernels import native
@@ -108,7 +109,8 @@ def assert_greedy(texts: list[list[int]], reference: Model, within: float) -> No
 
 def is_for_native_step(config: Config) -> bool:
     n_layers = config.n_layers if config.shape == "decoder" else config.n_decoder_layers
-    plain = config.positions not in ("alibi", "t5") and not config.sparsity
+    plain = config.positions not in ("alibi", "t5")
+    plain = plain and all(pattern.block % BLOCK_SIZE == 0 for pattern in config.patterns)
     return plain and config.norm != "none" and not config.head_transform and n_layers > 0
 
 

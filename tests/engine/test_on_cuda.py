@@ -38,6 +38,7 @@ def some_request(rng: random.Random, is_pair: bool, beams: int) -> Request:
             strategy=Strategy(temperature=0.8, repetition_penalty=rng.choice([1.0, 1.2])), seed=rng.randrange(99)
         )
     more |= dict(eos=rng.choice([(), None]), n_best=rng.randint(1, beams), scored=True)
+    more |= dict(lookup=beams == 1 and not is_pair and rng.random() < 0.4)
     return Request(max_new_tokens=rng.choice([1, 5, 18, 40]), beams=beams, **more)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import math
 import re
 import time
 from typing import Any
@@ -91,6 +92,30 @@ def test_only_what_may_begin_a_stop_is_held_back() -> None:
     said = [stream.push(id) for id in tokenizer.encode("a ca", special=False)]
     assert "".join(said) == "a c"
     assert stream.push(tokenizer.encode("x", special=False)[0]) == "ax"
+
+
+def test_scores_are_those_of_the_ids() -> None:
+    model, tokenizer = made()
+    prompts, options = ["the cat", "one <b>"], dict(max_new_tokens=7, temperature=0.9)
+    found = write_texts(model, tokenizer, prompts, return_scores=True, alternatives=3, **options)
+    assert [one.text for one in found] == write_texts(model, tokenizer, prompts, **options)
+    assert [str(one) for one in found] == [one.prompt + one.text for one in found]
+    scores = ch.generate(model, [tokenizer.encode(text) for text in prompts], return_scores=True, **options)
+    for one, score in zip(found, scores, strict=True):
+        assert [token.name for token in one.tokens] == tokenizer.names(score.tokens)
+        # the log-probability of the end counts in a finished text's score
+        ended = 0.0 if score.finished else sum(math.log(token.probability) for token in one.tokens) - score.score
+        assert ended == pytest.approx(0, abs=1e-4)
+        for token in one.tokens:
+            assert len(token.alternatives) == 3
+            assert token.alternatives[0][1] == max(share for _, share in token.alternatives) >= token.probability
+    html = found._repr_html_()
+    assert html.count("<hr>") == 1
+    assert "one &lt;b&gt;" in html
+    assert f"{found[0].tokens[0].probability:.1%}" in html
+    assert "instead: " in html
+    with pytest.raises(ch.InputError, match="alternatives=2; add return_scores=True"):
+        write_texts(model, tokenizer, prompts, alternatives=2)
 
 
 @pytest.mark.parametrize("kind", ["bpe", "pieces"])

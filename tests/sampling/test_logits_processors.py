@@ -21,6 +21,7 @@ from transformers import (
 import clearhead as ch
 from clearhead.errors import InputError
 from clearhead.models import EncoderDecoder
+from clearhead.sampling import strategy
 from clearhead.sampling.logits_processors import (
     LogitsProcessor,
     bias_vector,
@@ -73,6 +74,21 @@ def test_top_p_keeps_as_few_as_reach_it() -> None:
     logits = torch.tensor([[0.5, 0.1, 0.25, 0.15]]).log()
     for p, kept in [(1e-9, [0]), (0.49, [0]), (0.51, [0, 2]), (0.74, [0, 2]), (0.76, [0, 2, 3]), (0.91, [0, 1, 2, 3])]:
         assert keep_top_p(logits, p).isfinite().nonzero()[:, 1].tolist() == kept
+
+
+def test_top_p_of_a_large_vocabulary_needs_no_sort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens as by sorting all, for peaked and flat rows, ties at the border, few tokens left, and all mixed."""
+    generator = torch.Generator().manual_seed(0)
+    peaked, flat = (torch.randn(3, 5003, generator=generator) * by for by in (4, 0.1))
+    tied = peaked.round()
+    few = peaked.masked_fill(torch.arange(5003) % 1000 > 0, -torch.inf)
+    for logits in (peaked, flat, tied, few, torch.cat([peaked, flat, tied, few])):
+        for p in (0.01, 0.5, 0.9, 0.95, 0.999):
+            found = keep_top_p(logits, p)
+            with monkeypatch.context() as patch:
+                patch.setattr(strategy, "LIKELY", 5003)
+                assert torch.equal(found, keep_top_p(logits, p))
+            assert torch.equal(found[1:2], keep_top_p(logits[1:2], p)), "alone as in the batch"
 
 
 @given(seed=st.integers(0, 99), p=st.floats(0.0, 1.0))
@@ -187,3 +203,14 @@ def test_a_rows_draw_is_its_own() -> None:
 def test_bad_options(options: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         Strategy.of(options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"repetition_penalty": 1.5}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}]
+)
+def test_each_penalty_alone_needs_the_text_so_far(options: dict[str, float]) -> None:
+    model = ch.build(ch.preset("gpt2", n_layers=1, d_model=12, n_heads=3, d_ff=20, vocab_size=31, max_len=17))
+    processor = LogitsProcessor(model, (), Strategy(**options))
+    assert processor.needs_history
+    assert not processor.is_identity
+    assert LogitsProcessor(model, (), Strategy()).is_identity
