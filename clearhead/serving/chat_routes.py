@@ -13,7 +13,6 @@ from clearhead.models import Decoder
 from clearhead.sampling.grammar import Grammar
 from clearhead.serving.bounded_json import BoundedRoute
 from clearhead.serving.explanation import MAX_NEW
-from clearhead.serving.model_worker import ModelWorker
 from clearhead.serving.openai_format import chat_logprobs, new_id
 from clearhead.serving.protocol import Chat, ResponseFormat
 from clearhead.serving.service import Service
@@ -21,17 +20,21 @@ from clearhead.serving.special_tokens import as_text
 from clearhead.serving.text_deltas import TextDelta, TextJob
 from clearhead.serving.text_length import check_characters
 from clearhead.serving.text_responses import generation_requests, respond, text_jobs
+from clearhead.serving.worker import Worker
 
 MAX_NEW_TOKENS = 1024  # if the request does not say
 
 
-def chat_router(service: Service) -> APIRouter:
+def chat_router(service: Service[Any]) -> APIRouter:
     router = APIRouter(route_class=BoundedRoute)
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(body: Chat, request: Request) -> Response:
         worker = service.find(body.model, "decoder")
         _check(body)
+        needs_model = body.explain is not None or body.response_format is not None
+        if needs_model and (forwarded := await worker.forward(request)) is not None:
+            return forwarded
         jobs = await service.prepare(request, _jobs, service, worker, body)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         head = dict(id=new_id("chatcmpl"), object=kind, created=int(time.time()), model=worker.name)
@@ -69,7 +72,7 @@ def _check(body: Chat) -> None:
         )
 
 
-def _jobs(service: Service, worker: ModelWorker, body: Chat) -> list[TextJob]:
+def _jobs(service: Service[Any], worker: Worker, body: Chat) -> list[TextJob]:
     ids = chat_ids(worker, body)
     room = min(worker.model.config.max_len - len(ids), MAX_NEW_TOKENS if body.explain is None else MAX_NEW)
     more: dict[str, Any] = dict(
@@ -81,7 +84,7 @@ def _jobs(service: Service, worker: ModelWorker, body: Chat) -> list[TextJob]:
     return text_jobs(service, worker, body, generation_requests(worker, body, ids, most, **more))
 
 
-def chat_ids(worker: ModelWorker, body: Chat) -> list[int]:
+def chat_ids(worker: Worker, body: Chat) -> list[int]:
     """The conversation in the model's chat template. Special tokens in what users wrote stay plain text."""
     tokenizer = worker.tokenizer
     assert tokenizer is not None
@@ -96,7 +99,7 @@ def chat_ids(worker: ModelWorker, body: Chat) -> list[int]:
     return tokenizer.encode(tokenizer.chat(messages), special=False)
 
 
-def response_grammar(worker: ModelWorker, asked: ResponseFormat | None) -> Any:
+def response_grammar(worker: Worker, asked: ResponseFormat | None) -> Any:
     """The grammar for a `response_format`; None for plain text."""
     if asked is None or asked.type == "text":
         return None

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from clearhead.errors import InputError
 from clearhead.serving.bounded_json import BoundedRoute
-from clearhead.serving.model_worker import MAX_WAITING, ModelWorker
+from clearhead.serving.model_worker import MAX_WAITING
 from clearhead.serving.openai_format import completion_logprobs, new_id
 from clearhead.serving.protocol import Completion
 from clearhead.serving.service import Service
@@ -19,15 +19,19 @@ from clearhead.serving.special_tokens import check_prompt
 from clearhead.serving.text_deltas import TextDelta, TextJob
 from clearhead.serving.text_length import check_characters
 from clearhead.serving.text_responses import generation_requests, respond, text_jobs
+from clearhead.serving.worker import Worker
 
 
-def completion_router(service: Service) -> APIRouter:
+def completion_router(service: Service[Any]) -> APIRouter:
     router = APIRouter(route_class=BoundedRoute)
 
     @router.post("/v1/completions", response_model=None)
     async def completions(body: Completion, request: Request) -> Response:
         worker = service.find(body.model, "decoder")
         _check(body)
+        needs_model = body.explain is not None or (body.echo and body.logprobs is not None)
+        if needs_model and (forwarded := await worker.forward(request)) is not None:
+            return forwarded
         jobs = await service.prepare(request, _jobs, service, worker, body)
         head = dict(id=new_id("cmpl"), object="text_completion", created=int(time.time()), model=worker.name)
 
@@ -51,7 +55,7 @@ def _check(body: Completion) -> None:
         raise InputError("max_tokens=0 writes nothing; got no echo either; ask for one of them")
 
 
-def _jobs(service: Service, worker: ModelWorker, body: Completion) -> list[TextJob]:
+def _jobs(service: Service[Any], worker: Worker, body: Completion) -> list[TextJob]:
     """n jobs for each prompt, in order."""
     tokenizer = worker.tokenizer
     assert tokenizer is not None

@@ -17,22 +17,26 @@ import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from clearhead.serving.guards import OVER, Limits, error, network_of
+from clearhead.serving.shared_counts import Counts
 
 log = logging.getLogger("clearhead.serving")
 
 BODY_RATE = 1000  # bytes of a body that give its client one second more
 SMALL_PIECE = 512  # bytes
 MAX_SMALL_PIECES = 2000  # of one body: each costs the event loop as much as a large one
+ALL = "all"  # the key under which connections of every address are counted
 FLUSH_SECONDS = 10.0  # for a client to read the end of an answer
 
 
 class ConnectionTable:
-    """The open connections of a server, and among them those that wait for their client, longest first."""
+    """The open connections of a process, and among them those that wait for their client, longest first.
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits, self.most = limits, limits.connections
+    Those of the server's other processes count too; room is made among this one's.
+    """
+
+    def __init__(self, limits: Limits, counts: Counts) -> None:
+        self.limits, self.most, self.counts = limits, limits.connections, counts
         self.open: dict[Connection, str] = {}  # with their addresses
-        self.n_open = Counter[str]()
         self.waiting: dict[Connection, None] = {}
 
     @property
@@ -43,11 +47,12 @@ class ConnectionTable:
         """Count a new connection and make room for it. If there is none to make, why it is one too many."""
         address = network_of(connection.client)
         self.open[connection] = address
-        self.n_open[address] += 1
-        if self.n_open[address] > self.most_of_one:
+        self.counts.add(ALL, 1)
+        self.counts.add(address, 1)
+        if self.counts.of(address) > self.most_of_one:
             others = [each for each in self.waiting if self.open[each] == address]
             why = f"{self.most_of_one:,} connections at once from one address are the limit"
-        elif len(self.open) > self.most:
+        elif self.counts.of(ALL) > self.most:
             n_waiting = Counter(self.open[each] for each in self.waiting)
             others = sorted(self.waiting, key=lambda each: -n_waiting[self.open[each]])[:1]
             why = f"{self.most:,} connections at once are the limit"
@@ -62,9 +67,8 @@ class ConnectionTable:
         self.waiting.pop(connection, None)
         address = self.open.pop(connection, None)
         if address is not None:
-            self.n_open[address] -= 1
-            if not self.n_open[address]:
-                del self.n_open[address]
+            self.counts.add(ALL, -1)
+            self.counts.add(address, -1)
 
     def sweep(self) -> None:
         """Close connections whose clients took too long. Called about once a second."""

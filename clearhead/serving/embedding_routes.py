@@ -25,7 +25,7 @@ from clearhead.serving.text_length import check_characters
 PARTS_A_TURN = 2  # each of as many tokens as are computed at once; then another client may have its turn
 
 
-def embedding_router(service: Service) -> APIRouter:
+def embedding_router(service: Service[ModelWorker]) -> APIRouter:
     router, slots = APIRouter(route_class=BoundedRoute), ClientSlots(1)
 
     @router.post("/v1/embeddings", response_model=None)

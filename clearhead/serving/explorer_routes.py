@@ -14,7 +14,8 @@ from starlette.exceptions import HTTPException
 
 from clearhead.errors import InputError, did_you_mean
 from clearhead.explorer.explorer import Explorer, Work, describe, model_of
-from clearhead.explorer.standalone_page import PAGE_FILES
+from clearhead.explorer.page_export import export
+from clearhead.explorer.standalone_page import PAGE_FILES, read_lean
 from clearhead.serving.cancellation import cancel_on_disconnect, run_held
 from clearhead.serving.model_worker import ModelWorker
 from clearhead.serving.service import Service
@@ -36,7 +37,7 @@ HEADERS = {
 }
 
 
-def explorer_router(service: Service) -> APIRouter:
+def explorer_router(service: Service[ModelWorker]) -> APIRouter:
     router, workers = APIRouter(), service.workers
     explorers = {
         name: Explorer(worker.model, worker.tokenizer, name=name, path=worker.path) for name, worker in workers.items()
@@ -58,7 +59,7 @@ def explorer_router(service: Service) -> APIRouter:
         if name not in files:
             raise HTTPException(404, "the page has no such file")
         headers = {**HEADERS, "content-type": MEDIA_TYPES[files[name].suffix]}
-        return Response(files[name].read_bytes(), headers=headers)
+        return Response(read_lean(files[name]), headers=headers)
 
     @router.post("/explore/{name}")
     async def explore(name: str, request: Request) -> Response:
@@ -77,7 +78,8 @@ def explorer_router(service: Service) -> APIRouter:
                 check_measures(service)
                 work = run_in_thread(apart[model].work(name, params), measuring)
             else:
-                work = run_work(workers[model], explorers[model].work(name, params))
+                asked = explorers[model].work(name, params) if name != "export" else export(explorers[model], params)
+                work = run_work(workers[model], asked)
             answer = await cancel_on_disconnect(request, asyncio.wait_for(work, service.limits.seconds))
         return Response(answer, media_type="application/octet-stream", headers=HEADERS)
 
@@ -102,7 +104,7 @@ def read_params(body: bytes) -> dict[str, Any]:
     return params  # pyright: ignore[reportUnknownVariableType]
 
 
-def check_measures(service: Service) -> None:
+def check_measures(service: Service[ModelWorker]) -> None:
     if not service.limits.measures:
         raise HTTPException(
             403,

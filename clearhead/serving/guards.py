@@ -6,7 +6,6 @@ import asyncio
 import hmac
 import ipaddress
 import json
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -15,6 +14,8 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from clearhead.serving.shared_counts import Counts
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 PATIENCE = 5.0  # seconds for a client to read a refusal
@@ -64,9 +65,9 @@ def _one_line(text: str) -> str:
 class Guard:
     """Middleware that checks Host and Origin, the key, the size of the body, and the number of requests at once."""
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits, counts: tuple[Counts, Counts]) -> None:
         self.app, self.limits = app, limits
-        self.open, self.held = Counter[str](), Counter[str]()  # requests at once, bytes of their bodies; by client
+        self.open, self.held = counts  # requests at once, bytes of their bodies; by client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -153,9 +154,9 @@ class Share:
 
     def take_slot(self) -> None:
         limit = self.guard.limits.streams
-        if self.guard.open[self.client] >= limit:
+        if self.guard.open.of(self.client) >= limit:
             raise HTTPException(429, f"{limit} requests at once are the limit; wait for one to end")
-        self.guard.open[self.client] += 1
+        self.guard.open.add(self.client, 1)
         self.has_slot = True
 
     def counted(self, receive: Receive) -> Callable[[], Awaitable[Message]]:
@@ -163,10 +164,10 @@ class Share:
             message = await receive()
             n, limit = len(message.get("body", b"")), self.guard.limits.bodies
             self.n_bytes += n
-            self.guard.held[self.client] += n
+            self.guard.held.add(self.client, n)
             if self.n_bytes > self.most:
                 raise HTTPException(413, too_large(self.most))
-            if self.guard.held[self.client] > limit:
+            if self.guard.held.of(self.client) > limit:
                 raise HTTPException(429, f"{limit:,} bytes of requests at once are the limit; wait for one to end")
             if message["type"] == "http.request" and not message.get("more_body", False) and not self.has_slot:
                 self.take_slot()
@@ -175,10 +176,8 @@ class Share:
         return counted
 
     def give_back(self) -> None:
-        for counter, n in ((self.guard.open, int(self.has_slot)), (self.guard.held, self.n_bytes)):
-            counter[self.client] -= n
-            if not counter[self.client]:
-                del counter[self.client]
+        self.guard.open.add(self.client, -int(self.has_slot))
+        self.guard.held.add(self.client, -self.n_bytes)
 
 
 def too_large(most: int) -> str:

@@ -6,14 +6,13 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
-from prometheus_client import generate_latest
 
 from clearhead.serving.guards import STOPPING
-from clearhead.serving.model_worker import BROKEN, ModelWorker
 from clearhead.serving.service import Service
+from clearhead.serving.worker import BROKEN, Worker
 
 
-def health_router(service: Service) -> APIRouter:
+def health_router(service: Service[Any]) -> APIRouter:
     router = APIRouter()
 
     @router.get("/healthz")
@@ -28,9 +27,15 @@ def health_router(service: Service) -> APIRouter:
         ready = all(worker.is_healthy for worker in service.workers.values())
         return PlainTextResponse("ready\n" if ready else "an engine has stopped\n", 200 if ready else 503)
 
+    return router
+
+
+def facts_router(service: Service[Any]) -> APIRouter:
+    router = APIRouter()
+
     @router.get("/metrics")
     async def metrics() -> Response:
-        return Response(generate_latest(service.metrics.registry), media_type="text/plain; version=0.0.4")
+        return Response(await service.metrics.expose(), media_type="text/plain; version=0.0.4")
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -43,7 +48,7 @@ def health_router(service: Service) -> APIRouter:
     return router
 
 
-def _describe(worker: ModelWorker) -> dict[str, Any]:
+def _describe(worker: Worker) -> dict[str, Any]:
     return {
         "id": worker.name,
         "object": "model",

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from clearhead.errors import ClearheadError
 from clearhead.serving.guards import error
-from clearhead.serving.model_worker import BrokenError, FullError
+from clearhead.serving.worker import BrokenError, FullError
 
 log = logging.getLogger("clearhead.serving")
 

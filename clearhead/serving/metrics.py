@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 if TYPE_CHECKING:
-    from clearhead.serving.model_worker import ModelWorker
+    from clearhead.serving.worker import Worker
 
 log = logging.getLogger("clearhead.serving")
 
@@ -23,7 +24,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 class Metrics:
     """The counters of one server."""
 
-    def __init__(self, workers: Mapping[str, ModelWorker]) -> None:
+    def __init__(self, workers: Mapping[str, Worker]) -> None:
         self.registry = CollectorRegistry()
         registry = self.registry
         self.requests = Counter("clearhead_requests", "Requests answered", ["route", "status"], registry=registry)
@@ -45,12 +46,44 @@ class Metrics:
         self.whole = Histogram("clearhead_request_seconds", whole, ["route"], buckets=SECONDS, registry=registry)
         self.connections = Gauge("clearhead_connections", "Open connections", registry=registry)
         self.registry.register(Engines(workers))
+        self.gather_others: Callable[[], Awaitable[list[list[Metric]]]] | None = None  # of the server's other processes
+
+    async def expose(self) -> bytes:
+        """All processes' metrics, summed up, as Prometheus reads them."""
+        if self.gather_others is None:
+            return generate_latest(self.registry)
+        return generate_latest(Summed([list(self.registry.collect()), *await self.gather_others()]))
+
+
+class Summed(Collector):
+    """The metrics of several processes as one."""
+
+    def __init__(self, processes: list[list[Metric]]) -> None:
+        self.processes = processes
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        values: dict[str, dict[tuple[Any, ...], float]] = {}
+        for family in itertools.chain.from_iterable(self.processes):
+            families.setdefault(family.name, family)
+            own = values.setdefault(family.name, {})
+            for sample in family.samples:
+                key = sample.name, *sorted(sample.labels.items())
+                if sample.name.endswith("_created"):
+                    own[key] = min(own.get(key, sample.value), sample.value)
+                else:
+                    own[key] = own.get(key, 0.0) + sample.value
+        for name, family in families.items():
+            summed = Metric(name, family.documentation, family.type)
+            for (sample, *labels), value in values[name].items():
+                summed.add_sample(sample, dict(labels), value)
+            yield summed
 
 
 class Engines(Collector):
     """How busy each engine is, read when Prometheus asks."""
 
-    def __init__(self, workers: Mapping[str, ModelWorker]) -> None:
+    def __init__(self, workers: Mapping[str, Worker]) -> None:
         self.workers = workers
 
     def collect(self) -> Iterator[GaugeMetricFamily]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Generator
-from dataclasses import replace
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,65 +16,20 @@ import torch
 from clearhead.checkpoint import load
 from clearhead.data import Tokenizer
 from clearhead.engine.fair_queue import FairQueue
+from clearhead.engine.warm_up import warm_up
 from clearhead.explorer import tokenizer_of
-from clearhead.generation import Engine, Request, Ticket, Token
+from clearhead.generation import Engine
 from clearhead.kernels import huge_pages
 from clearhead.models import Decoder, Encoder, EncoderDecoder, Model
 from clearhead.serving.guards import CLIENT, STOPPING
+from clearhead.serving.worker import BROKEN, Arrival, BrokenError, Channel, FullError, Worker, set_result
 
 log = logging.getLogger("clearhead.serving")
 
-BROKEN = "the engine failed and can not be made again; the server ends"
 MAX_WAITING = 1024  # requests of one client that the engine has not started yet
 MAX_WAITING_IN_ALL = 8 * MAX_WAITING
 
 T = TypeVar("T")
-
-
-class FullError(Exception):
-    """The queue is full."""
-
-
-class BrokenError(Exception):
-    """The engine failed or is stopping; the texts in progress are lost."""
-
-
-class TokenChannel:
-    """Carries one request's tokens from the engine's thread to the event loop of its reader."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = replace(request, client=CLIENT.get())
-        self.began = time.perf_counter()
-        self.ticket: Ticket | None = None  # set by the engine's thread
-        self.loop = asyncio.get_running_loop()
-        self.accepted: asyncio.Future[Ticket] = self.loop.create_future()
-        self.arrived: list[Token | BaseException | None] = []  # at most max_new_tokens; None marks the end
-        self.wait: asyncio.Future[None] | None = None
-
-    def put(self, token: Token | BaseException | None) -> None:
-        self.arrived.append(token)
-        if self.wait is not None and not self.wait.done():
-            self.wait.set_result(None)
-
-    def expire(self) -> None:
-        _set(self.accepted, asyncio.TimeoutError())
-        self.put(asyncio.TimeoutError())
-
-    async def take(self) -> list[Token | BaseException | None]:
-        """Everything that has arrived, at least one item, so that a slow reader catches up at once."""
-        if not self.arrived:
-            self.wait = self.loop.create_future()
-            await self.wait
-        arrived, self.arrived = self.arrived, []
-        return arrived
-
-    def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Call a function in the reader's loop, from the engine's thread."""
-        if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(function, *args)
-
-
-Delivery = tuple[TokenChannel, Token | BaseException | None]
 
 
 class SlicedJob:
@@ -89,87 +42,54 @@ class SlicedJob:
     def finish(self, result: Any) -> None:
         self.work.close()
         if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(_set, self.result, result)
+            self.loop.call_soon_threadsafe(set_result, self.result, result)
 
 
-class ModelWorker:
-    """A model under a name. A model that generates has an engine and its thread; an encoder runs in a thread per request."""
+class ModelWorker(Worker):
+    """A model in this process. One that generates has an engine and its thread; an encoder runs in a thread per request."""
 
     def __init__(
-        self, name: str, model: Model, tokenizer: Tokenizer | None, *, path: Path | None = None, **engine: Any
+        self,
+        name: str,
+        model: Model,
+        tokenizer: Tokenizer | None,
+        *,
+        path: Path | None = None,
+        warms_up: bool = False,
+        **engine: Any,
     ):
-        self.name, self.model, self.tokenizer, self.path = name, model.eval(), tokenizer, path
-        self.created = int(time.time())
+        super().__init__(name, model.eval(), tokenizer, path)
         self.lock = asyncio.Lock()  # a model without an engine computes one request at a time
-        self.engine: Engine | None = None
-        self.is_stopping = False
-        self.is_broken = False  # the engine failed, and none can be made again
-        self.on_wait: Callable[[float], object] = lambda seconds: None  # called with the seconds a request was queued
         self._make: Callable[[], Engine] | None = None
         if isinstance(model, Decoder | EncoderDecoder):
             writer = model
-            self._make = lambda: Engine(writer, **engine)
+            self._make = lambda: make_engine(writer, warms_up, **engine)
             self.engine = self._make()
             self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-            self._channels: dict[int, TokenChannel] = {}
-            self._queued: list[TokenChannel] = []  # not admitted yet
+            self._channels: dict[int, Channel] = {}
+            self._queued: list[Channel] = []  # not admitted yet
             self._jobs: FairQueue[SlicedJob] = FairQueue()
             self._job: SlicedJob | None = None  # the one that is computed
             self._thread = threading.Thread(target=self._run, name=f"engine of {name}", daemon=True)
             self._thread.start()
 
     @property
-    def kind(self) -> str:
-        """What the model does: "decoder", "translator", "scribe", "encoder", or "pictures" (for the explorer only)."""
-        if isinstance(self.model, EncoderDecoder):
-            return "scribe" if self.model.config.inputs == "frames" else "translator"
-        if not isinstance(self.model, Encoder):
-            return "decoder"
-        return "pictures" if self.model.config.inputs == "patches" else "encoder"
-
-    @property
     def is_healthy(self) -> bool:
         return self._make is None or self._thread.is_alive()
 
-    async def generate(self, request: Request, seconds: float = 1e6) -> AsyncGenerator[list[Token] | Ticket, None]:
-        """Tokens as they are generated, then the ticket. If closed early, cancelled or late, the request is cancelled."""
-        self._check_open()
-        channel = TokenChannel(request)
-        timer = channel.loop.call_later(seconds, channel.expire)
+    def submit(self, channel: Channel) -> None:
         self._orders.put(lambda: self._submit(channel))
-        try:
-            ticket = await channel.accepted
-            is_over = False
-            while not is_over:
-                arrived = await channel.take()
-                if tokens := [token for token in arrived if isinstance(token, Token)]:
-                    yield tokens
-                if isinstance(arrived[-1], BaseException):
-                    raise arrived[-1]
-                is_over = arrived[-1] is None
-            yield ticket
-        finally:
-            timer.cancel()
-            self._orders.put(lambda: self._forget(channel))
 
-    async def finish(self, request: Request, seconds: float) -> Ticket:
-        """The ticket of a request when it is done."""
-        async with contextlib.aclosing(self.generate(request, seconds)) as source:
-            async for arrived in source:
-                if isinstance(arrived, Ticket):
-                    return arrived
-        raise BrokenError("the engine ended without an answer")
-
-    def _check_open(self) -> None:
-        if self.is_stopping or not self.is_healthy:
-            raise BrokenError(BROKEN if self.is_broken else STOPPING)
+    def forget(self, channel: Channel) -> None:
+        channel.has_gone = True
+        self._orders.put(lambda: self._forget(channel))
 
     async def run_sliced(self, work: Generator[None, None, T]) -> T:
         """What `work` returns. It runs in the engine's thread, and the engine makes a step at each of its yields.
 
         Jobs run one after the other, so only one holds memory; clients take turns. A job whose caller has gone is dropped.
         """
-        self._check_open()
+        self.check_open()
         if len(self._jobs) >= MAX_WAITING:
             raise FullError(f"{MAX_WAITING} requests wait to look inside; try again later")
         job = SlicedJob(work)
@@ -255,7 +175,7 @@ class ModelWorker:
         job.finish(result)
 
     def _engine_step(self, engine: Engine) -> None:
-        deliveries: list[Delivery] = []
+        deliveries: dict[object, list[tuple[Channel, Arrival]]] = {}
         began, new_tokens = time.perf_counter(), engine.step()
         if len(self._queued) > engine.n_waiting:
             for channel in self._queued:
@@ -265,13 +185,16 @@ class ModelWorker:
         for ticket, token in new_tokens:
             channel = self._channels.get(id(ticket))
             if channel is not None:
-                deliveries.append((channel, ticket.error if token is None and ticket.error else token))
+                arrived = ticket.error if token is None and ticket.error else token
+                deliveries.setdefault(channel.home, []).append((channel, arrived))
                 if token is None:
                     del self._channels[id(ticket)]
-        if deliveries:  # one call for the whole step: waking the loop costs more than the deliveries
-            deliveries[0][0].call(_deliver, deliveries)
+        for own in deliveries.values():
+            own[0][0].deliver(own)
 
-    def _submit(self, channel: TokenChannel) -> None:
+    def _submit(self, channel: Channel) -> None:
+        if channel.has_gone:
+            return
         try:
             if self.engine is None:
                 raise BrokenError(STOPPING)
@@ -280,16 +203,16 @@ class ModelWorker:
                 raise FullError(f"{waiting} requests of this client wait already; try again later")
             channel.ticket = self.engine.submit(channel.request)
         except Exception as error:  # concerns this request only: the engine is unchanged
-            channel.call(_set, channel.accepted, error)
+            channel.refuse(error)
             return
         except BaseException as error:
-            channel.call(_set, channel.accepted, BrokenError(f"the engine failed ({type(error).__name__})"))
+            channel.refuse(BrokenError(f"the engine failed ({type(error).__name__})"))
             raise
         self._channels[id(channel.ticket)] = channel
         self._queued.append(channel)
-        channel.call(_set, channel.accepted, channel.ticket)
+        channel.accept(channel.ticket)
 
-    def _forget(self, channel: TokenChannel) -> None:
+    def _forget(self, channel: Channel) -> None:
         if channel.ticket is not None:
             self._channels.pop(id(channel.ticket), None)
             if self.engine is not None and not channel.ticket.is_done:
@@ -299,7 +222,7 @@ class ModelWorker:
 
     def _fail(self, error: Exception) -> None:
         for channel in self._channels.values():
-            channel.call(channel.put, error)
+            channel.fail(error)
         jobs = [job for jobs in self._jobs.clients.values() for job in jobs]
         for job in (*jobs, self._job):
             if job is not None:
@@ -309,22 +232,25 @@ class ModelWorker:
         self._jobs, self._job = FairQueue(), None
 
 
-def _deliver(deliveries: list[Delivery]) -> None:
-    for channel, token in deliveries:
-        channel.put(token)
+def make_engine(model: Decoder | EncoderDecoder, warms_up: bool, **options: Any) -> Engine:
+    engine = Engine(model, **options)
+    if warms_up and engine.device.type == "cuda" and isinstance(model, Decoder):
+        warm_up(engine)
+    return engine
 
 
-def _set(future: asyncio.Future[Any], result: Any) -> None:
-    if not future.done():  # its reader may have gone
-        if isinstance(result, Exception):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
-
-
-def load_worker(path: Path, name: str, *, device: str, quantize: str | None = None, **engine: Any) -> ModelWorker:
+def load_worker(
+    path: Path,
+    name: str,
+    *,
+    device: str,
+    quantize: str | None = None,
+    calibrate: list[list[int]] | None = None,
+    **engine: Any,
+) -> ModelWorker:
     """A worker for the model at `path`."""
-    model = load(path, device=device, quantize=quantize, dtype=torch.float32 if device == "cpu" else None)
+    dtype = torch.float32 if device == "cpu" else None
+    model = load(path, device=device, quantize=quantize, calibrate=calibrate, dtype=dtype)
     if not isinstance(model, Encoder):
         for _ in huge_pages.move(model.parameters(), shared=False):  # now, while no other thread has the model
             pass

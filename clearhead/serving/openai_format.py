@@ -12,8 +12,8 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from clearhead.generation import Token
-from clearhead.serving.model_worker import ModelWorker
 from clearhead.serving.text_deltas import TextDelta
+from clearhead.serving.worker import Worker
 
 DONE = b"data: [DONE]\n\n"
 MARK = "\0"  # stands for the text in a chunk's template
@@ -44,9 +44,7 @@ class Chunks:
         return before + json.dumps(delta.text, ensure_ascii=False).encode() + after
 
 
-def completion_logprobs(
-    worker: ModelWorker, tokens: list[Token], asked: int | None, offset: int
-) -> dict[str, Any] | None:
+def completion_logprobs(worker: Worker, tokens: list[Token], asked: int | None, offset: int) -> dict[str, Any] | None:
     """The `logprobs` of /v1/completions."""
     if asked is None:
         return None
@@ -57,7 +55,7 @@ def completion_logprobs(
     return {"tokens": names, "token_logprobs": scores, "top_logprobs": top if asked else None, "text_offset": offsets}
 
 
-def chat_logprobs(worker: ModelWorker, tokens: list[Token], asked: bool) -> dict[str, Any] | None:
+def chat_logprobs(worker: Worker, tokens: list[Token], asked: bool) -> dict[str, Any] | None:
     """The `logprobs` of /v1/chat/completions."""
     if not asked:
         return None
@@ -72,12 +70,12 @@ def chat_logprobs(worker: ModelWorker, tokens: list[Token], asked: bool) -> dict
     }
 
 
-def _scored(worker: ModelWorker, id: int, score: float) -> dict[str, Any]:
+def _scored(worker: Worker, id: int, score: float) -> dict[str, Any]:
     text = token_name(worker, id)
     return {"token": text, "logprob": score, "bytes": list(text.encode())}
 
 
-def token_name(worker: ModelWorker, id: int) -> str:
+def token_name(worker: Worker, id: int) -> str:
     assert worker.tokenizer is not None
     return worker.tokenizer.name(id)
 

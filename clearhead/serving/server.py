@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from clearhead.errors import ClearheadError
 from clearhead.serving.connections import Connection
 from clearhead.serving.log_limits import RepeatLimit
-from clearhead.serving.model_worker import ModelWorker
+from clearhead.serving.worker import Worker
 
 try:
     import resource
@@ -38,7 +38,7 @@ class Server(uvicorn.Server):
         self,
         app: FastAPI,
         config: uvicorn.Config,
-        workers: Iterable[ModelWorker],
+        workers: Iterable[Worker],
         grace: float,
         ready: Callable[[int], object],
     ) -> None:
@@ -79,7 +79,7 @@ class Server(uvicorn.Server):
 
 def run_app(
     app: FastAPI,
-    workers: Iterable[ModelWorker],
+    workers: Iterable[Worker],
     grace: float,
     ready: Callable[[int], object] = lambda port: None,
     **options: Any,
@@ -88,22 +88,34 @@ def run_app(
 
     `ready` is called with the port when the server answers. ClearheadError if an engine failed and could not be made again.
     """
-    logs: dict[str, Any] = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
-    logs["loggers"]["clearhead.serving"] = {"handlers": ["default"], "level": "INFO", "propagate": False}
-    logs["root"] = {"handlers": ["default"], "level": "WARNING"}  # what asyncio says, within the log's limit, too
-    app.state.connections.most = open_files(app.state.connections.most)
-    timeout = int(grace) + REFUSAL_SECONDS
-    # Uvicorn's access log holds paths and addresses; ours only routes and times.
-    config = uvicorn.Config(
-        app, log_config=logs, access_log=False, backlog=BACKLOG, timeout_graceful_shutdown=timeout, **options
-    )
+    config = make_config(app, grace, **options)
     server = Server(app, config, workers, grace, ready)
     server.run()
-    if broken := [worker.name for worker in server.workers if worker.is_broken]:
+    check_engines(server.workers)
+
+
+def check_engines(workers: Iterable[Worker]) -> None:
+    """ClearheadError if an engine failed for good."""
+    if broken := [worker.name for worker in workers if worker.is_broken]:
         raise ClearheadError(
             f"the server ended: an engine failed and could not be made again; got {', '.join(broken)}; see the log above, and "
             f"start it anew"
         )
+
+
+def make_config(app: FastAPI, grace: float, **options: Any) -> uvicorn.Config:
+    app.state.connections.most = open_files(app.state.connections.most)
+    timeout = int(grace) + REFUSAL_SECONDS
+    # Uvicorn's access log holds paths and addresses; ours only routes and times.
+    more: dict[str, Any] = dict(access_log=False, backlog=BACKLOG, timeout_graceful_shutdown=timeout, **options)
+    return uvicorn.Config(app, log_config=log_config(), **more)
+
+
+def log_config() -> dict[str, Any]:
+    logs: dict[str, Any] = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    logs["loggers"]["clearhead.serving"] = {"handlers": ["default"], "level": "INFO", "propagate": False}
+    logs["root"] = {"handlers": ["default"], "level": "WARNING"}  # what asyncio says, within the log's limit, too
+    return logs
 
 
 def open_files(n_connections: int) -> int:

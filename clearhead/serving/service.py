@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
@@ -14,21 +14,22 @@ from clearhead.serving.cancellation import ClientSlots, cancel_on_disconnect, ru
 from clearhead.serving.guards import Limits
 from clearhead.serving.http_errors import UnknownModelError
 from clearhead.serving.metrics import Metrics
-from clearhead.serving.model_worker import ModelWorker
+from clearhead.serving.worker import Worker
 
 P = ParamSpec("P")
 T = TypeVar("T")
+W = TypeVar("W", bound=Worker)
 MAX_PREPARED = 2  # requests of one client at once
 
 
 @dataclass(frozen=True)
-class Service:
-    workers: Mapping[str, ModelWorker]
+class Service(Generic[W]):
+    workers: Mapping[str, W]
     limits: Limits
     metrics: Metrics
     slots: ClientSlots = field(default_factory=lambda: ClientSlots(MAX_PREPARED))
 
-    def find(self, name: str, *kinds: str) -> ModelWorker:
+    def find(self, name: str, *kinds: str) -> W:
         """The worker of this name and one of these kinds; without a name, the first of these kinds."""
         fitting = [worker for worker in self.workers.values() if worker.kind in kinds]
         if name in self.workers and self.workers[name] in fitting:

@@ -14,6 +14,7 @@ from clearhead.generation.texts import stream_of
 from clearhead.serving.explanation import Plan, explain, score_prompt
 from clearhead.serving.metrics import Metrics
 from clearhead.serving.model_worker import ModelWorker
+from clearhead.serving.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Usage:
 class TextRun:
     """The state of one job while its text is generated."""
 
-    def __init__(self, worker: ModelWorker, job: TextJob, usage: Usage, metrics: Metrics) -> None:
+    def __init__(self, worker: Worker, job: TextJob, usage: Usage, metrics: Metrics) -> None:
         self.worker, self.job, self.usage, self.metrics = worker, job, usage, metrics
         self.began = time.perf_counter()
         self.ids: list[int] = []  # generated
@@ -83,6 +84,7 @@ class TextRun:
         """The text as it is generated, up to the first stop string."""
         job, worker = self.job, self.worker
         if self.scores_prompt:
+            assert isinstance(worker, ModelWorker)  # others do not get such jobs (`needs_model`)
             work = score_prompt(worker, job.request.prompt, job.request.alternatives)
             self.tokens = await asyncio.wait_for(worker.run_sliced(work), job.seconds)
         if job.generates:
@@ -95,6 +97,7 @@ class TextRun:
         self.usage.prompt += self.n_prompt if job.counts_prompt else 0
         explained = None
         if job.plan is not None:
+            assert isinstance(worker, ModelWorker)
             left = job.seconds - (time.perf_counter() - self.began)
             work = explain(worker, job.plan, job.request, self.ids, job.stops)
             explained = await asyncio.wait_for(worker.run_sliced(work), left)
@@ -146,7 +149,7 @@ class TextRun:
 
 
 async def merged_deltas(
-    worker: ModelWorker, jobs: list[TextJob], usage: Usage, metrics: Metrics
+    worker: Worker, jobs: list[TextJob], usage: Usage, metrics: Metrics
 ) -> AsyncGenerator[tuple[int, TextDelta], None]:
     """The deltas of several texts as they come, each with the number of its job."""
     if len(jobs) == 1:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from clearhead.errors import InputError
-from clearhead.serving.model_worker import ModelWorker
+from clearhead.serving.worker import Worker
 
 MIN_LONGEST = (
     16  # characters of a token; tokenizers that drop spaces or accents read more than their tokens' names show
 )
 
 
-def max_characters(worker: ModelWorker) -> int:
+def max_characters(worker: Worker) -> int:
     """The characters that fit at most into the model's length, if every token were the longest of the vocabulary."""
     assert worker.tokenizer is not None
     config = worker.model.config
@@ -18,7 +18,7 @@ def max_characters(worker: ModelWorker) -> int:
     return max(config.max_len, config.max_source_len) * longest
 
 
-def check_characters(worker: ModelWorker, n: int, what: str) -> None:
+def check_characters(worker: Worker, n: int, what: str) -> None:
     """InputError for a text of n characters that can not fit into the model's length."""
     config = worker.model.config
     if n <= max(config.max_len, config.max_source_len):  # the usual case, without a look at the vocabulary

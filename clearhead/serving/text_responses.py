@@ -24,12 +24,13 @@ from clearhead.serving.openai_format import DONE, Chunks, EventStream, event
 from clearhead.serving.protocol import TextBody
 from clearhead.serving.service import Service
 from clearhead.serving.text_deltas import TextDelta, TextJob, Usage, join, merged_deltas
+from clearhead.serving.worker import Worker
 
 Choice = Callable[[int, TextDelta], dict[str, Any]]  # one entry of `choices`, by its number
 
 
 def generation_requests(
-    worker: ModelWorker, body: TextBody, prompt: str | list[int], max_new_tokens: int, first: int = 0, **more: Any
+    worker: Worker, body: TextBody, prompt: str | list[int], max_new_tokens: int, first: int = 0, **more: Any
 ) -> list[GenerationRequest]:
     """The n requests for one prompt. Their seeds follow each other; the first has number `first` in the whole answer."""
     assert isinstance(worker.model, Decoder)
@@ -50,13 +51,14 @@ def body_strategy(body: TextBody) -> Strategy:
 
 
 def text_jobs(
-    service: Service, worker: ModelWorker, body: TextBody, requests: list[GenerationRequest]
+    service: Service[Any], worker: Worker, body: TextBody, requests: list[GenerationRequest]
 ) -> list[TextJob]:
     shared = replace(requests[0], strategy=body_strategy(body))
     # Prepared here and not in the engine's thread: that would hold up everyone.
     processor = None if worker.engine is None else worker.engine.processors.get(shared)
     requests = [replace(one, strategy=shared.strategy, processor=processor) for one in requests]
-    plan, seconds = make_plan(worker, body.explain, requests), service.limits.seconds
+    plan = make_plan(worker, body.explain, requests) if isinstance(worker, ModelWorker) else None
+    seconds = service.limits.seconds
     return [
         TextJob(one, body.stops, seconds, counts_prompt=number % body.n == 0, plan=plan)
         for number, one in enumerate(requests)
@@ -64,8 +66,8 @@ def text_jobs(
 
 
 async def respond(
-    service: Service,
-    worker: ModelWorker,
+    service: Service[Any],
+    worker: Worker,
     body: TextBody,
     jobs: list[TextJob],
     request: Request,

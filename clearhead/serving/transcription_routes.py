@@ -30,7 +30,7 @@ RESPONSE_FORMATS = ("json", "text", "srt", "vtt", "verbose_json")
 Granularity = Literal["word", "segment"]
 
 
-def transcription_router(service: Service) -> APIRouter:
+def transcription_router(service: Service[ModelWorker]) -> APIRouter:
     router, slots = APIRouter(), ClientSlots(MAX_SOUNDS)
 
     @router.post("/v1/audio/transcriptions", response_model=None)

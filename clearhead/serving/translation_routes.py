@@ -25,7 +25,7 @@ from clearhead.serving.service import Service
 from clearhead.serving.text_length import check_characters
 
 
-def translation_router(service: Service) -> APIRouter:
+def translation_router(service: Service[ModelWorker]) -> APIRouter:
     router = APIRouter(route_class=BoundedRoute)
 
     @router.post("/v1/translate", response_model=None)

@@ -27,7 +27,8 @@ from clearhead.generation import Request
 from clearhead.serving import guards
 from clearhead.serving.app import make_app
 from clearhead.serving.guards import Limits
-from clearhead.serving.model_worker import BrokenError, ModelWorker
+from clearhead.serving.model_worker import ModelWorker
+from clearhead.serving.worker import BrokenError
 from tests.serving.fuzzing import Fuzzer
 from tests.serving.live_server import served, served_here
 

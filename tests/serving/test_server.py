@@ -587,6 +587,8 @@ def test_long_texts_are_refused_before_they_are_tokenised(
 def test_metrics_and_health(address: str) -> None:
     assert httpx.get(f"{address}/healthz").text == "ok\n"
     assert httpx.get(f"{address}/readyz").status_code == 200
+    asked = httpx.post(f"{address}/v1/completions", json=dict(model="gpt", prompt="the cat", max_tokens=2), timeout=60)
+    assert asked.status_code == 200, asked.text  # a counter begins with the first request
     told = httpx.get(f"{address}/metrics").text
     assert 'clearhead_new_tokens_total{model="gpt"}' in told
     assert "clearhead_first_token_seconds_bucket" in told
