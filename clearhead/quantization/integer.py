@@ -28,39 +28,70 @@ from clearhead.errors import InputError, did_you_mean
 from clearhead.kernels.packed import Packed, tile, tile_offsets, untile
 from clearhead.layers.embedding import TokenEmbedding, TokenHead
 from clearhead.layers.linear import FusedLinear
+from clearhead.quantization.calibration import Calibration, make_pass, round_in_turn
+from clearhead.quantization.int4_rounding import FITS, GROUP, SHRINKS, gptq, search
 
 PIECE = 2**22  # weights unpacked at a time
 WIDTH = {"q": 4, "scales": 1, "mins": 1}  # of one row, at one place of a tile
-# Shares of a group's range that the search starts from: clipping its ends makes the steps between finer. Each start is refitted.
-SHRINKS, FITS = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6), 3
 
 Some = TypeVar("Some", bound=nn.Module)
 
 
-def quantize(model: Some, kind: str) -> Some:
+def quantize(model: Some, kind: str, *, calibrate: Calibration | None = None) -> Some:
     """Round the weights of the blocks' products to `kind`, "int8" or "int4", and the token embedding and head to int8, in place.
 
     The model can then be run, but not trained. A matrix whose width 4-bit groups do not fit (not a multiple of 32) takes 8 bits.
+    `calibrate`, for int4: texts as lists of ids, or a function that calls the model once on inputs of its own. The 4-bit weights
+    are then chosen so that results on these inputs change least (calibration.py), which takes longer and loses less.
     """
     if kind not in ("int8", "int4"):
         raise InputError(f"quantize={kind!r} is not known; {did_you_mean(kind, ['int8', 'int4'])}")
+    if calibrate is not None and kind != "int4":
+        raise InputError(
+            f"calibrate=TEXTS is for quantize='int4'; got {kind!r}, whose loss is small without; leave it out"
+        )
+    call = None if calibrate is None else make_pass(model, calibrate)
+    outer, inner = _find_weights(model)
+    narrow = {name for name, width in inner.items() if kind == "int4" and width % GROUP == 0}
+    if call is not None and not narrow:
+        raise InputError(
+            f"calibrate=TEXTS is for weights of 4 bits, and this model has none: widths {sorted(set(inner.values()))} are no "
+            f"multiples of {GROUP}; leave it out"
+        )
     held: dict[int, Quantized] = {}  # by id(parameter): a shared weight stays shared
-    places: list[tuple[str, Any]] = list(model.named_modules())
-    for name, module in places:
-        outer = isinstance(module, TokenEmbedding | TokenHead)
-        if not (outer or ("blocks." in name and isinstance(module, nn.Linear | FusedLinear))):
-            continue
-        weight: Any = module.weight
-        if isinstance(weight, Packed):
-            raise InputError(f"{name}.weight is quantised already, as {weight.kind}; load the model anew")
-        if weight is None:  # a tied head
-            continue
-        narrow = kind == "int4" and not outer and weight.shape[1] % 32 == 0
+
+    def replace(name: str, hessian: Tensor | None = None) -> None:
+        module: Any = model.get_submodule(name)
+        weight = module.weight
         if id(weight) not in held:
-            held[id(weight)] = Int4(weight) if narrow else Int8(weight)
+            held[id(weight)] = Int4(weight, hessian) if name in narrow else Int8(weight)
         delattr(module, "weight")
         module.add_module("weight", held[id(weight)])
-    return model.requires_grad_(False).eval()
+
+    model.requires_grad_(False).eval()
+    for name in [*outer, *inner]:
+        if call is None or name not in narrow:
+            replace(name)
+    if call is not None:
+        round_in_turn(model, narrow, call, replace)
+    return model
+
+
+def _find_weights(model: nn.Module) -> tuple[list[str], dict[str, int]]:
+    """The modules whose weights are rounded: embeddings and heads, and with their widths the products of the blocks."""
+    outer, inner = [], {}
+    places: list[tuple[str, Any]] = list(model.named_modules())
+    for name, module in places:
+        is_outer = isinstance(module, TokenEmbedding | TokenHead)
+        if not is_outer and not ("blocks." in name and isinstance(module, nn.Linear | FusedLinear)):
+            continue
+        if isinstance(module.weight, Packed):
+            raise InputError(f"{name}.weight is quantised already, as {module.weight.kind}; load the model anew")
+        if is_outer and module.weight is not None:  # a tied head has none
+            outer.append(name)
+        elif not is_outer:
+            inner[name] = module.weight.shape[1]
+    return outer, inner
 
 
 class Quantized(Packed):
@@ -179,11 +210,12 @@ class Int8(Quantized):
 
 
 class Int4(Quantized):
-    kind, bits, tensors, group = "int4", 4, ("q", "scales", "mins"), 32
+    kind, bits, tensors, group = "int4", 4, ("q", "scales", "mins"), GROUP
 
-    def __init__(self, weight: Float[Tensor, "N D"]) -> None:
+    def __init__(self, weight: Float[Tensor, "N D"], hessian: Float[Tensor, "D D"] | None = None) -> None:
+        """`hessian`: of the inputs that the weight will get (int4_rounding.gptq)."""
         numbers = weight.detach()
-        found = kernels.pack_int4(numbers, SHRINKS, FITS)
+        found = kernels.pack_int4(numbers, SHRINKS, FITS) if hessian is None else _packed(*gptq(numbers, hessian))
         if found is None:
             parts = [self._search(part) for part in numbers.split(max(1, PIECE // 16 // numbers.shape[1]))]
             found = tuple(torch.cat(part) for part in zip(*parts, strict=True))
@@ -192,20 +224,8 @@ class Int4(Quantized):
 
     def _search(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For each group the scale and minimum with the least squared error, among several starts."""
-        groups = weight.float().unflatten(1, (-1, self.group))
-        low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-        best = scale = least = torch.zeros(0)
-        for shrink in SHRINKS:
-            cut = (high - low) * (1 - shrink) / 2
-            scale, least = _halves((high - low) * shrink / 15, low + cut)
-            for _ in range(FITS):
-                scale, least = _fit(groups, _to_16(groups, scale, least), scale, least)
-            loss = (_to_16(groups, scale, least) * scale + least - groups).square().sum(-1, keepdim=True)
-            found = torch.stack([loss, scale, least])
-            best = found if len(best) == 0 else torch.where(loss < best[0], found, best)
-        _, scale, least = best
-        u = _to_16(groups, scale, least).flatten(1).to(torch.uint8)
-        return u[:, 0::2] | u[:, 1::2] << 4, scale[..., 0], least[..., 0]
+        u, scale, least, _ = search(weight.float().reshape(-1, self.group).T)
+        return _packed(u.T.reshape(weight.shape), scale.view(len(weight), -1), least.view(len(weight), -1))
 
     def unpack(self, rows: Tensor | slice = slice(None)) -> Float[Tensor, "*_ D"]:
         q, scales, mins = (self.held(name, rows) for name in self.tensors)
@@ -213,20 +233,7 @@ class Int4(Quantized):
         return (u.float() * scales.float()[..., None] + mins.float()[..., None]).flatten(-2)
 
 
-def _to_16(groups: Tensor, scale: Tensor, least: Tensor) -> Tensor:
-    return ((groups - least) / scale.clamp(min=1e-7)).round_().clamp_(0, 15)
-
-
-def _fit(groups: Tensor, u: Tensor, scale: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """The line through the points (u, weight), by least squares."""
-    n, su, sw = groups.shape[-1], u.sum(-1, keepdim=True), groups.sum(-1, keepdim=True)
-    spread = n * u.square().sum(-1, keepdim=True) - su.square()
-    slope = (n * (u * groups).sum(-1, keepdim=True) - su * sw) / spread
-    fits = (spread > 0) & (slope > 0)
-    slope = torch.where(fits, slope, scale)
-    return _halves(slope, torch.where(fits, (sw - slope * su) / n, least))
-
-
-def _halves(scale: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounded as float16 stores them."""
-    return scale.half().float(), least.half().float()
+def _packed(u: Tensor, scales: Tensor, mins: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Two values a byte."""
+    u = u.to(torch.uint8)
+    return u[:, 0::2] | u[:, 1::2] << 4, scales, mins

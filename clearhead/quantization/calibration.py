@@ -1,0 +1,83 @@
+"""The inputs of each product of a model, on a few texts: what `int4_rounding.gptq` needs to round weights with the least loss.
+
+One pass over all texts at once. Just before a module computes, its inputs are seen and its weight is rounded; then it computes with
+the rounded weight. So each weight is rounded for the inputs that it will get, from layers that are rounded already. No other state
+is kept than the activations of one layer and one matrix of inputs times inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.config import Config
+from clearhead.errors import InputError
+from clearhead.layers.embedding import check_ids
+from clearhead.quantization.model_weights import example_weight
+
+Calibration = Sequence[Sequence[int]] | Callable[[Any], object]  # texts as ids, or a function that calls the model once
+WINDOW, FEWEST, MOST = 256, 256, 8192  # tokens: of a row, and in all
+
+
+class AllRounded(Exception):  # noqa: N818  a signal, not an error
+    """The last weight is rounded: what the model would compute after it is not needed."""
+
+
+def make_pass(model: nn.Module, calibrate: Calibration) -> Callable[[Any], object]:
+    """The function that calls the model; texts are joined, and rows of them, evenly spread over the whole, make one batch."""
+    if not isinstance(calibrate, Sequence):
+        return calibrate
+    config: Config = model.config  # type: ignore[assignment]
+    if config.shape == "encoder-decoder" or config.inputs != "tokens":
+        raise InputError(
+            f"calibrate=TEXTS is for a model that reads one text; this one has shape={config.shape!r}, "
+            f"inputs={config.inputs!r}; in Python pass a function that calls it once: lambda model: model(source, target)"
+        )
+    ids = torch.tensor([token for text in calibrate for token in text], dtype=torch.long)
+    if len(ids) < FEWEST:
+        raise InputError(
+            f"calibrate=TEXTS needs {FEWEST} tokens at least, {MOST:,} are better; got {len(ids)}; give more "
+            f"text of the kind that the model will read"
+        )
+    width = min(WINDOW, config.max_len)
+    rows = ids[: len(ids) // width * width].view(-1, width)
+    rows = rows[torch.linspace(0, len(rows) - 1, min(len(rows), MOST // width)).long()]
+    rows = check_ids(rows, tuple(rows.shape), config.vocab_size, "token ids", "vocab_size")
+    return lambda model: model(rows.to(example_weight(model).device))
+
+
+@torch.no_grad()
+def round_in_turn(
+    model: nn.Module,
+    names: Collection[str],
+    call: Callable[[Any], object],
+    replace: Callable[[str, Tensor], None],
+) -> None:
+    """Call `replace(name, hessian)` for each module when its inputs are known, before it computes."""
+    left = set(names)
+
+    def hook(name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if name not in left:
+            return
+        x = inputs[0].flatten(0, -2).float()
+        hessian = x.T @ x / len(x)
+        if not hessian.isfinite().all():
+            raise InputError(f"the inputs of {name} are not all numbers on these texts: the model's weights are spoilt")
+        replace(name, hessian)
+        left.remove(name)
+        if not left:
+            raise AllRounded
+
+    hooks = [model.get_submodule(name).register_forward_pre_hook(partial(hook, name)) for name in names]
+    try:
+        call(model)
+    except AllRounded:
+        return
+    finally:
+        for each in hooks:
+            each.remove()
+    raise InputError(f"the calibration did not reach {len(left)} modules, such as {min(left)}; call the whole model")
