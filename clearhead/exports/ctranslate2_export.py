@@ -16,6 +16,7 @@ from clearhead.checkpoint import save
 from clearhead.data import Tokenizer
 from clearhead.engine.request import start_token
 from clearhead.errors import CheckpointError
+from clearhead.exports.hugging_face import layout_of
 from clearhead.exports.verification import LENGTH, Verification, judge_texts, require, version_of
 from clearhead.exports.verification import verify as compare
 from clearhead.laws.decoding_laws import NEW, expected_logits
@@ -27,19 +28,22 @@ from clearhead.models import Encoder, EncoderDecoder, Model
 TYPES = ("float32", "float16", "int8")
 # 11 significant bits of a weight; inputs and weights of every product in 8 bits.
 BOUNDS = {"float32": 0.0, "float16": 1e-2, "int8": 0.15}
-FAMILIES = ("bert", "gpt2", "llama", "marian", "original", "t5")
+LAYOUTS = ("bert", "gpt2", "llama", "marian", "qwen2", "qwen3", "t5")  # transformers' names
 
 
 def refuse(model: Model, tokenizer: Tokenizer | None, kind: str, verifying: bool) -> None:
     config = model.config
-    if config.family not in FAMILIES or config.window:
-        what = f"window={config.window}" if config.family in FAMILIES else f"family={config.family!r}"
+    if config.window:
         raise CheckpointError(
-            f"CTranslate2 is written for {', '.join(FAMILIES)}, without windows; got {what}; export to onnx"
+            f"CTranslate2 is written for models without windows; got window={config.window}; export to onnx"
         )
-    if config.shape == "encoder" and (config.head != "none" or not config.pooler):
+    if (layout := layout_of(model)) not in LAYOUTS:
         raise CheckpointError(
-            f"CTranslate2's encoder ends in states and a pooler; got head={config.head!r}, pooler={config.pooler}; export to onnx"
+            f"CTranslate2 is written for {', '.join(LAYOUTS)}; transformers holds this model as {layout!r}; export to onnx"
+        )
+    if config.shape == "encoder" and config.head != "none":
+        raise CheckpointError(
+            f"CTranslate2's encoder ends in states, with or without a pooler; got head={config.head!r}; export to onnx"
         )
     if tokenizer is None:
         raise CheckpointError(
@@ -96,6 +100,10 @@ def make_spec(theirs: Any, model: Model, tokens: list[str], tokenizer: Tokenizer
         spec: Any = converters.BartLoader().get_model_spec(theirs)
     else:
         spec = converters._MODEL_LOADERS[kind].get_model_spec(theirs)  # pyright: ignore[reportPrivateUsage]
+    if (
+        isinstance(model, Encoder) and not model.config.pooler
+    ):  # the loader has taken one that transformers drew at random
+        spec = type(spec)(spec.encoder)
     config, rules = spec.config, model.generation
     unk = next(each for each in (tokenizer.unk, tokenizer.eos, 0) if each is not None)
     config.unk_token = tokens[unk]
@@ -143,7 +151,7 @@ def verify(model: Model, tokenizer: Tokenizer | None, folder: Path, kind: str) -
     tokens, name = tokens_of(tokenizer, model.config.vocab_size), version_of("ctranslate2")
     why = f"weights in {kind}" if kind != "float32" else ""
     if isinstance(model, EncoderDecoder):
-        return verify_translator(model, folder, tokens, BOUNDS[kind], why)
+        return verify_translator(model, Translator(folder, model, tokens), BOUNDS[kind], why)
     ends = [] if isinstance(model, Encoder) else [tokens.index(eos_of(folder))]
     return compare(model, Generator(folder, model, tokens), name, at_least=BOUNDS[kind], why=why, never=ends)
 
@@ -152,31 +160,46 @@ def eos_of(folder: Path) -> str:
     return json.loads((folder / "config.json").read_text(encoding="utf-8"))["eos_token"]
 
 
-def verify_translator(model: EncoderDecoder, folder: Path, tokens: list[str], least: float, why: str) -> Verification:
-    """Log-probabilities of three targets, which is all that it returns of them; and greedy translations without an end."""
-    import ctranslate2
+class Translator:
+    """An encoder-decoder in CTranslate2, which returns the log-probability of each token of a text, and no logits."""
 
+    def __init__(self, folder: Path, model: EncoderDecoder, tokens: list[str]) -> None:
+        import ctranslate2
+
+        self.tokens, self.ids = tokens, {token: id for id, token in enumerate(tokens)}
+        self.runner: Any = ctranslate2.Translator(str(folder), device="cpu", intra_threads=1)
+        self.longest = model.config.max_len - 1
+
+    def scores(self, source: Sequence[int], target: Sequence[int]) -> Tensor:
+        """Of each token of the target, then of its end."""
+        words = [[[self.tokens[id] for id in ids]] for ids in (source, target)]
+        return torch.tensor(self.runner.score_batch(*words)[0].log_probs)
+
+    def write(self, source: Sequence[Tensor], prompt: list[int], n: int) -> list[int]:
+        """Greedy, without an end. It puts the start token, the whole prompt, there itself."""
+        n = min(n, self.longest)
+        options: dict[str, Any] = dict(beam_size=1, max_decoding_length=n, min_decoding_length=n)
+        words = [self.tokens[id] for id in source[0][0].tolist()]
+        return [self.ids[word] for word in self.runner.translate_batch([words], **options)[0].hypotheses[0]]
+
+
+def verify_translator(model: EncoderDecoder, runtime: Translator, least: float, why: str) -> Verification:
+    """Log-probabilities of three targets, which is all that it returns of them; and greedy translations without an end."""
     subject, _ = measure_rounding(make_subject(model, length=LENGTH))
     allowed, reason = max(subject.allowed, least), subject.reason if subject.allowed > least else why
-    translator: Any = ctranslate2.Translator(str(folder), device="cpu", intra_threads=1)
     start, end, name = start_token(model), model.generation.eos[0], version_of("ctranslate2")
-    sources = [[tokens[id] for id in row] for row in subject.source[0].tolist()]
-    targets = [[id for id in row if id not in (start, end)] for row in subject.target[:, :-2].tolist()]
-    scores = translator.score_batch(sources, [[tokens[id] for id in row] for row in targets])
     comparison = Comparison()
-    for row, (target, found) in enumerate(zip(targets, scores, strict=True)):
+    for row, (source, text) in enumerate(zip(subject.source[0].tolist(), subject.target.tolist(), strict=True)):
+        target = [id for id in text[:-2] if id not in (start, end)]
         logits = expected_logits(subject, row, [start, *target]).log_softmax(-1)
         expected = logits.gather(-1, torch.tensor([*target, end])[:, None])[:, 0]
-        comparison.add({OUTPUT: torch.tensor(found.log_probs)}, {OUTPUT: expected})
+        comparison.add({OUTPUT: runtime.scores(source, target)}, {OUTPUT: expected})
     error = comparison.errors[OUTPUT]
     if not error <= allowed:
         raise CheckpointError(
             f"{name} computes something else from this export: the largest difference of a log-probability is {error:.1e} of the "
             f"largest, allowed {allowed:.1e} ({reason}); nothing was left behind; report it"
         )
-    n = min(NEW, model.config.max_len - 1)
-    options: dict[str, Any] = dict(beam_size=1, max_decoding_length=n, min_decoding_length=n)
-    ids = {token: id for id, token in enumerate(tokens)}
-    texts = [[ids[word] for word in each.hypotheses[0]] for each in translator.translate_batch(sources, **options)]
+    texts = [runtime.write([subject.source[0][row : row + 1]], [start], NEW) for row in range(ROWS)]
     equal = judge_texts(subject, [[start]] * ROWS, texts, name, allowed, never=[end])
     return Verification(name, error, allowed, reason, sum(map(len, texts)), equal)

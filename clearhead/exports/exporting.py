@@ -10,7 +10,7 @@ from pathlib import Path
 from clearhead.checkpoint.durable_files import stage, sweep, sync_file, sync_folder
 from clearhead.data import Tokenizer
 from clearhead.errors import CheckpointError, InputError, did_you_mean
-from clearhead.exports import ctranslate2_export, gguf_export, hugging_face, onnx_export
+from clearhead.exports import ctranslate2_export, executorch_export, gguf_export, hugging_face, onnx_export
 from clearhead.exports.verification import Verification, size_of
 from clearhead.kernels import Packed
 from clearhead.models import Model
@@ -34,6 +34,9 @@ TARGETS = {
     "gguf": Target(gguf_export.TYPES, gguf_export.refuse, gguf_export.write, gguf_export.verify),
     "ctranslate2": Target(
         ctranslate2_export.TYPES, ctranslate2_export.refuse, ctranslate2_export.write, ctranslate2_export.verify
+    ),
+    "executorch": Target(
+        executorch_export.TYPES, executorch_export.refuse, executorch_export.write, executorch_export.verify
     ),
 }
 

@@ -27,7 +27,7 @@ def vocabulary(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     model = core["model"]
     if model["type"] != "BPE":
         raise CheckpointError(
-            f"llama.cpp has no tokenizer of the type {model['type']!r}; it has BPE; export to hf or onnx"
+            f"GGUF is written with BPE tokenizers; this model's is of the type {model['type']!r}; export to hf or onnx"
         )
     own = sentencepiece(core) if model.get("byte_fallback") else byte_level(core)
     before, after = surroundings(tokenizer)
@@ -51,8 +51,8 @@ def byte_level(core: dict[str, Any]) -> dict[str, Any]:
         if known["normalizer"] == core["normalizer"] and plain(known["pre_tokenizer"]) == plain(core["pre_tokenizer"]):
             return {"ggml.model": "gpt2", "ggml.pre": words, "ggml.merges": merges}
     raise CheckpointError(
-        f"llama.cpp knows no tokenizer that cuts words as this one ({json.dumps(core['pre_tokenizer']):.120}); known: "
-        f"{', '.join(WORDS)}; export to hf or onnx"
+        f"GGUF is written with BPE tokenizers that cut words as {', '.join(WORDS)} do; this one cuts by "
+        f"{json.dumps(core['pre_tokenizer']):.120}; export to hf or onnx"
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from clearhead.checkpoint import save
+from clearhead.checkpoint.hugging_face import write_hugging_face
 from clearhead.data import Tokenizer
 from clearhead.errors import CheckpointError
 from clearhead.exports.verification import Verification, require, version_of
@@ -36,9 +37,18 @@ class Transformers:
 
 
 def refuse(model: Model, tokenizer: Tokenizer | None, kind: str, verifying: bool) -> None:
-    """`save` refuses what the layout can not hold, before it writes."""
+    layout_of(model)
     if verifying:
         require("transformers", "transformers", "hf")
+
+
+def layout_of(model: Model) -> str:
+    """The model_type under which transformers holds this model; CheckpointError: under none."""
+    try:
+        files, _ = write_hugging_face(model)
+    except CheckpointError as error:  # its advice is for `save`
+        raise CheckpointError(f"{str(error).rpartition('; ')[0]}; export to onnx") from None
+    return files["config.json"]["model_type"]
 
 
 def write(model: Model, tokenizer: Tokenizer | None, folder: Path, kind: str) -> None:

@@ -6,22 +6,22 @@ import copy
 import json
 import logging
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from clearhead.data import Tokenizer
+from clearhead.exports.graph_runner import Feed, GraphRunner
 from clearhead.exports.onnx_graphs import Graph, graphs_of
 from clearhead.exports.verification import Verification, require, version_of
 from clearhead.exports.verification import verify as compare
 from clearhead.laws.subject import forced_kernel
-from clearhead.models import Encoder, EncoderDecoder, Model
+from clearhead.models import Model
 from clearhead.version import __version__
 
 OPSET = 18
@@ -106,72 +106,27 @@ def quiet() -> Generator[None]:
             logger.setLevel(level)
 
 
-class OnnxRuntime:
-    """The graphs of a folder."""
+def runner(folder: Path, model: Model) -> GraphRunner:
+    """ONNX Runtime over the graphs of a folder."""
+    import onnxruntime
 
-    def __init__(self, folder: Path, model: Model) -> None:
-        import onnxruntime
+    onnxruntime.set_default_logger_severity(3)
+    sessions = {
+        file.stem: onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+        for file in folder.glob("*.onnx")
+    }
 
-        onnxruntime.set_default_logger_severity(3)
-        self.model = model
-        self.sessions = {
-            file.stem: onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-            for file in folder.glob("*.onnx")
-        }
+    def run(name: str, feed: Feed) -> list[Tensor]:
+        known = {
+            each.name for each in sessions[name].get_inputs()
+        }  # an input that the graph does not read is not there
+        out: Any = sessions[name].run(None, {key: value.numpy() for key, value in feed.items() if key in known})
+        return [torch.from_numpy(each) for each in out]
 
-    def run(self, name: str, feed: dict[str, Any]) -> list[Any]:
-        """The outputs of a graph. An input that the graph does not read is not there."""
-        session = self.sessions[name]
-        known = {each.name for each in session.get_inputs()}
-        return list(session.run(None, {key: np.asarray(value) for key, value in feed.items() if key in known}))
-
-    def outputs(self, args: Sequence[Tensor]) -> Tensor:
-        if isinstance(self.model, Encoder):
-            feed = {"images": args[0]} if args[0].is_floating_point() else {"tokens": args[0], "mask": real(args[0])}
-            return torch.from_numpy(self.run("model", feed)[0])
-        return torch.from_numpy(self.step(args[-1], self.begin(args[:-1], len(args[-1])))[0])
-
-    def begin(self, source: Sequence[Tensor], batch: int) -> dict[str, Any]:
-        """Inputs before the first token: no past, and of an encoder-decoder what the encoder made of the source."""
-        graph = self.sessions["decoder" if isinstance(self.model, EncoderDecoder) else "model"]
-        shapes = {each.name: each.shape for each in graph.get_inputs()}
-        past = [name for name in shapes if name.startswith("past.")]
-        state: dict[str, Any] = {
-            name: np.zeros((batch, shapes[name][1], 0, shapes[name][3]), np.float32) for name in past
-        }
-        if isinstance(self.model, EncoderDecoder):
-            feed = (
-                {"frames": source[0]}
-                if source[0].is_floating_point()
-                else {"tokens": source[0], "mask": real(source[0])}
-            )
-            names = [each.name for each in self.sessions["encoder"].get_outputs()]
-            state |= dict(zip(names, self.run("encoder", feed), strict=True))
-            state["mask"] = feed.get("mask")
-        return state
-
-    def step(self, tokens: Tensor, state: dict[str, Any]) -> list[Any]:
-        """Logits after these tokens; the state then holds their keys and values."""
-        decoder = isinstance(self.model, EncoderDecoder)
-        past = state["past.0.k"].shape[2]
-        mask = {} if decoder else {"mask": torch.ones(len(tokens), past + tokens.shape[1], dtype=torch.bool)}
-        out = self.run("decoder" if decoder else "model", {**state, "tokens": tokens, **mask})
-        state |= dict(zip([name for name in state if name.startswith("past.")], out[1:], strict=True))
-        return out
-
-    def write(self, source: Sequence[Tensor], prompt: list[int], n: int) -> list[int]:
-        state, piece, written = self.begin(source, 1), prompt, list[int]()
-        for _ in range(n):
-            piece = [int(self.step(torch.tensor([piece]), state)[0][0, -1].argmax())]
-            written += piece
-        return written
-
-
-def real(tokens: Tensor) -> Tensor:
-    return torch.ones(tokens.shape, dtype=torch.bool)
+    return GraphRunner(model, run)
 
 
 def verify(model: Model, tokenizer: Tokenizer | None, folder: Path, kind: str) -> Verification:
     name = f"{version_of('onnxruntime')}, opset {OPSET}"
     least, why = (INT8, "inputs and weights of every product in 8 bits") if kind == "int8" else (0.0, "")
-    return compare(model, OnnxRuntime(folder, model), name, at_least=least, why=why)
+    return compare(model, runner(folder, model), name, at_least=least, why=why)

@@ -28,13 +28,13 @@ def test_a_decoder_with_a_cache(tmp_path: Path) -> None:
     assert onnx.load(tmp_path / "out" / "model.onnx").opset_import[0].version == 18
     assert ch.load_tokenizer(tmp_path / "out").encode("four") == tokenizer().encode("four")
     # Rows of different lengths in one batch: padding on the left, and the mask says so.
-    runtime = onnx_export.OnnxRuntime(tmp_path / "out", model)
+    runtime = onnx_export.runner(tmp_path / "out", model)
     tokens, real = torch.randint(0, 304, (2, 9)), torch.arange(9) >= torch.tensor([[0], [4]])
     logits = runtime.run("model", {**runtime.begin([], 2), "tokens": tokens, "mask": real})[0]
     with torch.no_grad():
         alone = model(tokens[1:, 4:])[0]
     # float32, two layers: only the order of summation differs
-    torch.testing.assert_close(torch.from_numpy(logits[1, 4:]), alone, rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits[1, 4:], alone, rtol=0, atol=1e-4)
 
 
 def test_a_translator_of_our_own_design_that_we_trained(tmp_path: Path) -> None:
@@ -51,13 +51,13 @@ def test_a_translator_of_our_own_design_that_we_trained(tmp_path: Path) -> None:
 def test_an_encoder(tmp_path: Path) -> None:
     model = sound("bert-classes")
     assert export(model, tmp_path / "out", to="onnx") is not None
-    runtime = onnx_export.OnnxRuntime(tmp_path / "out", model)
+    runtime = onnx_export.runner(tmp_path / "out", model)
     tokens, real = torch.randint(0, 304, (2, 9)), torch.arange(9) < torch.tensor([[9], [4]])
     logits = runtime.run("model", {"tokens": tokens, "mask": real})[0]
     with torch.no_grad():
         alone = model(tokens[1:, :4])[0]
     # float32, two layers: only the order of summation differs
-    torch.testing.assert_close(torch.from_numpy(logits[1]), alone, rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits[1], alone, rtol=0, atol=1e-4)
 
 
 def test_a_vision_transformer_in_8_bits(tmp_path: Path) -> None:

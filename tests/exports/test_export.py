@@ -80,7 +80,7 @@ def test_gguf_without_its_program(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["float32", "int8"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "marian", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2", "qwen3", "bert", "marian", "t5"])
 def test_ctranslate2(name: str, kind: str, tmp_path: Path) -> None:
     needs("ctranslate2")
     found = export(sound(name), tmp_path / "out", to="ctranslate2", tokenizer=tokenizer(), type=kind)
@@ -88,6 +88,18 @@ def test_ctranslate2(name: str, kind: str, tmp_path: Path) -> None:
     assert found.runtime.startswith("ctranslate2 ")
     assert found.error <= found.allowed
     assert found.n_equal >= found.n_tokens * (1.0 if kind == "float32" else 0.8)
+
+
+@pytest.mark.slow
+def test_a_sentence_encoder_in_ctranslate2(tmp_path: Path) -> None:
+    """Without a pooler: the file has none, either."""
+    needs("ctranslate2")
+    found = export(sound("bert", pooler=False), tmp_path / "out", to="ctranslate2", tokenizer=tokenizer())
+    assert found is not None
+    assert found.error <= found.allowed
+    assert b"pooler" not in (tmp_path / "out" / "model.bin").read_bytes()
+    export(sound("bert"), tmp_path / "pooled", to="ctranslate2", tokenizer=tokenizer())
+    assert b"pooler_dense" in (tmp_path / "pooled" / "model.bin").read_bytes()
 
 
 @pytest.mark.slow
@@ -104,12 +116,12 @@ def test_a_translator_that_we_trained(tmp_path: Path) -> None:
         assert found is not None
         assert (found.n_tokens, found.n_equal) == (36, 36)
     own = ch.load(ch.train(make_recipe("translate", tmp_path / "data", steps=2), tmp_path / "own").folder)
-    with pytest.raises(CheckpointError, match="no layout of transformers can hold this model"):
-        export(own, tmp_path / "x", to="hf", tokenizer=words)
-    with pytest.raises(
-        CheckpointError, match=r"CTranslate2 is written for bert, .* got family='custom'; export to onnx"
-    ):
-        export(own, tmp_path / "x", to="ctranslate2", tokenizer=words)
+    for to in ("hf", "ctranslate2"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"no layout of transformers can hold this model; .* positions='rotary'.*; export to onnx",
+        ):
+            export(own, tmp_path / "x", to=to, tokenizer=words)
     assert not (tmp_path / "x").exists()
 
 
@@ -181,9 +193,19 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str | None]] = {
         "Q8_0",
     ),
     "the tokenizer has 300 ids, the model vocab_size=290": ("llama", {"vocab_size": 290}, "gguf", None),
-    "CTranslate2 is written for bert, gpt2, llama, marian, original, t5": ("esm", {}, "ctranslate2", None),
-    "without windows; got window=5": ("mistral", {"n_kv_heads": 2}, "ctranslate2", None),
-    "CTranslate2's encoder ends in states and a pooler; got head='classes'": ("bert-classes", {}, "ctranslate2", None),
+    "CTranslate2 is written for bert, gpt2, llama, marian, qwen2, qwen3, t5; transformers holds this model as 'esm'": (
+        "esm",
+        {},
+        "ctranslate2",
+        None,
+    ),
+    "models without windows; got window=5": ("mistral", {"n_kv_heads": 2}, "ctranslate2", None),
+    "CTranslate2's encoder ends in states, with or without a pooler; got head='classes'": (
+        "bert-classes",
+        {},
+        "ctranslate2",
+        None,
+    ),
     "GPT-2's layout has no place for positions='alibi'": ("alibi", {}, "hf", None),
 }
 
@@ -205,7 +227,10 @@ def test_without_a_tokenizer(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_llama_cpp_has_not(tmp_path: Path) -> None:
-    for kind, words in {"chars": "", "wordpiece": "no tokenizer of the type 'WordPiece'"}.items():
+    for kind, words in {
+        "chars": "cut words as gpt-2, smollm, llama-bpe, qwen2 do",
+        "wordpiece": "type 'WordPiece'",
+    }.items():
         own = ch.train_tokenizer(texts=[TEXT], kind=kind, vocab_size=300)  # type: ignore[arg-type]
         with pytest.raises(CheckpointError) as error:
             export(sound("llama"), tmp_path / "out", to="gguf", tokenizer=own)
@@ -231,7 +256,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
 def test_a_missing_program_is_named(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(
-        MissingExtraError, match=r"which is not installed; pip install 'clearhead\[(export|llamacpp)\]'"
+        MissingExtraError, match=r"which is not installed; pip install 'clearhead\[(export|executorch|llamacpp)\]'"
     ):
         export(sound("llama"), tmp_path / "out", to=to, tokenizer=tokenizer())
     assert_empty(tmp_path)
