@@ -8,7 +8,6 @@ tasks/             language modelling, masked language modelling, translation, c
 initialization.py  the model at the start, built or loaded
 memory_check.py    a run that does not fit into memory is refused
 lora.py            LoRA, and the whole model at the end
-losses.py          cross-entropy without holding all logits
 optimizers.py      AdamW, Muon
 schedules.py       the learning rate
 precision.py       bfloat16 and fp8
@@ -16,7 +15,8 @@ distributed.py     one process or several: DDP, FSDP2
 prefetch.py        batches made ahead
 checkpoints.py     written completely or not at all, read by any number of processes
 evaluation.py      held-out data
-metrics_log.py     metrics.jsonl, TensorBoard
+meter.py           tokens, losses and seconds of logged steps, and of the run; metrics_log.py: metrics.jsonl, TensorBoard
+auto_settings.py   what auto means: compiled or not, the stream's type
 run_folder.py      the folder of a run
 run_summary.py     forecast before the first step
 report.py          report.html, with report_figures.py

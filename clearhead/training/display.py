@@ -107,6 +107,8 @@ class Display(Callbacks):
             differs = one_is_right and sample["output"] != sample["wanted"]
             mark = f"   (wanted: {short(sample['wanted'])})" if differs else ""
             self.say(f"  {short(sample['input'])} -> {short(sample['output'])}{mark}")
+        if result.speed:
+            self.say(f"speed   {spell_speed(result.speed)}")
         self.say(f"model   {result.folder}")
         self.say(f"report  {result.folder / 'report.html'}")
 
@@ -119,6 +121,14 @@ class Display(Callbacks):
                 f"stopped before the first step; {kept} and finished parts of the data are kept. Go on with:", "bold"
             )
         self.say(f"  clearhead train --resume {result.folder}")
+
+
+def spell_speed(row: Row) -> str:
+    later = row.get("tokens_per_second_later")
+    spelled = f"{row['tokens_per_second']:,.0f} tokens/s over the run"
+    return spelled + (
+        f", {later:,.0f} after the first step, which ended after {row['first_step_seconds']:.1f} s" if later else ""
+    )
 
 
 def next_commands(result: Result) -> list[str]:

@@ -7,7 +7,8 @@ So a run that is killed and resumed computes exactly what an uninterrupted one w
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from clearhead.checkpoint.durable_files import write_text
 from clearhead.checkpoint.run_checkpoint import describe
 from clearhead.errors import ConfigError
 from clearhead.kernels.compiler import keep_compiled_code
-from clearhead.training.callbacks import Callbacks
+from clearhead.training.auto_settings import keep_decided
+from clearhead.training.callbacks import Callbacks, Row
 from clearhead.training.checkpoints import Checkpoints, State
 from clearhead.training.distributed import Processes, process_group
 from clearhead.training.evaluation import is_better
@@ -27,7 +29,8 @@ from clearhead.training.initialization import guess_config
 from clearhead.training.interrupts import Interrupted, Interrupts
 from clearhead.training.lora import gather_model
 from clearhead.training.memory_check import check_states
-from clearhead.training.metrics_log import Meter, MetricsLog
+from clearhead.training.meter import Meter
+from clearhead.training.metrics_log import MetricsLog
 from clearhead.training.precision import check_fp8
 from clearhead.training.prefetch import prefetch
 from clearhead.training.recipe import Recipe, Train, find_recipe
@@ -49,6 +52,9 @@ class Result:
     step: int
     is_complete: bool  # False: interrupted; `resume` continues from here, at `step`
     metrics: dict[str, Any]  # of the result, on held-out data
+    speed: Row = field(
+        default_factory=dict
+    )  # of the last process that trained: the row of kind "speed" in metrics.jsonl
 
 
 def train(
@@ -86,20 +92,27 @@ def run(recipe: Recipe, out: str | Path | None, show: Callbacks, *, resume: bool
     ):
         show = show if processes.is_first else Callbacks()  # only one process reports
         try:
-            configure_torch(t)
+            configure_torch(t, processes.device)
             if resume:
                 warn_of_threads(out, processes.device, show.note)
+                recipe = replace(recipe, train=keep_decided(recipe.train, read_run(out).train))
+            began = time.perf_counter()
             check_run(recipe, out, processes, resume=resume)
             task = make_task(recipe, out, processes, show)
             write_extra_files(task, out, processes)
             trainer = Trainer(recipe, task, processes, show)
-            return run_steps(recipe, trainer, out, interrupts, show)
+            recipe = replace(recipe, train=trainer.options)
+            if processes.is_first:  # what `auto` was decided to be: a resumed run does not decide again
+                write_text(out / "recipe.toml", recipe.to_toml())
+            return run_steps(recipe, trainer, out, interrupts, show, began)
         except Interrupted:  # nothing is lost: data that is prepared, the tokenizer and checkpoints are files
             return Result(out, newest_saved(out), False, {})
 
 
-def run_steps(recipe: Recipe, trainer: Trainer, out: Path, interrupts: Interrupts, show: Callbacks) -> Result:
-    """The steps that are left, and the result."""
+def run_steps(
+    recipe: Recipe, trainer: Trainer, out: Path, interrupts: Interrupts, show: Callbacks, began: float
+) -> Result:
+    """The steps that are left, and the result. `began`: when the run did, by the performance counter."""
     t, task, processes = recipe.train, trainer.task, trainer.processes
     checkpoints = make_checkpoints(trainer, out, show)
     check_space(out, 3 * sum(tensor.nbytes for tensor in trainer.tensors.values()))
@@ -107,25 +120,29 @@ def run_steps(recipe: Recipe, trainer: Trainer, out: Path, interrupts: Interrupt
     log = MetricsLog(out if processes.is_first else None, step=state.step, tensorboard=t.tensorboard)
     meter = Meter(trainer.model.config, task, processes)
     measured = trainer.time_step(state.step)
-    summary = summarise(recipe, task, trainer.model, meter, trainer.tensors, measured, state.step)
+    summary = summarise(recipe, task, trainer.model, meter, trainer.tensors, measured, state.step, trainer.how)
     show.begin(summary, state.step, t.steps)
 
     batches, stop = prefetch(task, state.step, t.steps, processes), False
+    write_row = partial(write_rows, meter, state, t, out, log, show)
     meter.start(state)
+    before = time.perf_counter() - began
     with interrupts.held():
         while state.step < t.steps and not is_out_of_patience(state, t) and not stop:
             lr = lr_factor(state.step, t)
             trainer.optimizers.scale(lr)
             batch = next(batches)
             meter.add(batch, *trainer.step(batch, state.step))
+            write_row()  # of steps before: meanwhile a GPU computes this one
             state.step += 1
 
-            if is_due(state.step, t.log_every, t) and count_skips(meter, state, t, out, show):
-                row = meter.row(state, {"lr": lr * trainer.max_lr})
-                log.write(row)
-                show.step(row)
+            if is_due(state.step, t.log_every, t):
+                meter.close(state.step, {"lr": lr * trainer.max_lr})
+            if processes.device.type != "cuda":
+                write_row()
             is_best = False
             if is_due(state.step, t.evaluate_every, t):
+                write_row()
                 with meter.paused():
                     row = {"step": state.step, "kind": "valid"} | trainer.evaluate()
                 is_best = update_best(state, float(row[t.best]), t)
@@ -133,25 +150,32 @@ def run_steps(recipe: Recipe, trainer: Trainer, out: Path, interrupts: Interrupt
                 show.evaluated(row)
             stop = should_stop(interrupts, processes, state, t)
             if is_best or stop or is_due(state.step, t.checkpoint_every, t):
-                count_skips(meter, state, t, out, show)
+                write_row()
+                report_skips(meter.drop_skipped(state), state, state.step, t, out, show)
                 meter.stamp(state)
                 with meter.paused():
                     checkpoints.write(state, trainer.tensors)
 
     batches.close()
+    write_row()
+    speed = meter.speed(state.step, before) if meter.all_tokens else {}
+    if speed:
+        log.write(speed)
+    if speed and t.compile:
+        trainer.compile_times.keep(meter.first_seconds)
     show.end()
     row = {} if stop else finish(trainer, checkpoints, state, out, log, show)
     log.close()
-    return Result(out, state.step, not stop, row)
+    return Result(out, state.step, not stop, row, speed)
 
 
-def configure_torch(t: Train) -> None:
+def configure_torch(t: Train, device: torch.device) -> None:
     torch.set_float32_matmul_precision("high")  # on a GPU: products of float32 on the tensor cores
     # Reading this flag costs nothing; setting it loads the compiler.
     if t.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(t.deterministic)
-    if t.compile:
-        keep_compiled_code()
+    if t.compile is True or (t.compile == "auto" and device.type == "cuda"):
+        keep_compiled_code()  # now: torch chooses a folder of its own when it first compiles anything
 
 
 def check_run(recipe: Recipe, out: Path, processes: Processes, *, resume: bool) -> None:
@@ -209,23 +233,30 @@ def is_due(step: int, every: int, t: Train) -> bool:
     return step % every == 0 or step == t.steps
 
 
-def count_skips(meter: Meter, state: State, t: Train, out: Path, show: Callbacks) -> bool:
-    """Report the steps that were skipped since the last call; end the run if there were too many in a row.
+def write_rows(meter: Meter, state: State, t: Train, out: Path, log: MetricsLog, show: Callbacks) -> None:
+    """The row of the steps up to the last logged one, if it is not written yet."""
+    if meter.closed is None:
+        return
+    step = meter.closed.step
+    row, n_skipped = meter.row(state)
+    report_skips(n_skipped, state, step, t, out, show)
+    if row is not None:
+        log.write(row)
+        show.step(row)
 
-    Returns whether there are others to write a row about.
-    """
-    n = meter.drop_skipped(state)
+
+def report_skips(n: int, state: State, step: int, t: Train, out: Path, show: Callbacks) -> None:
+    """Say how many steps up to this one were skipped since the last time; end the run if there were too many in a row."""
     if state.skips > t.max_skips:
         raise ConfigError(
-            f"the gradients of the last {state.skips:,} steps are no number (NaN or infinite), at step {state.step:,}; "
+            f"the gradients of the last {state.skips:,} steps are no number (NaN or infinite), at step {step:,}; "
             f"train.lr={t.lr} may be too high: lower it, or set train.clip (now {t.clip}); the checkpoints are unharmed: {out}"
         )
     if n:
         show.note(
-            f"{n:,} step{'s' * (n > 1)} up to step {state.step:,} changed nothing: the gradient was NaN or infinite (more than "
+            f"{n:,} step{'s' * (n > 1)} up to step {step:,} changed nothing: the gradient was NaN or infinite (more than "
             f"train.max_skips={t.max_skips} in a row end the run)"
         )
-    return bool(meter.norms)
 
 
 def is_out_of_patience(state: State, t: Train) -> bool:

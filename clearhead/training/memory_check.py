@@ -10,7 +10,7 @@ from clearhead.costs.forecast import Cost, cost
 from clearhead.families import preset, presets
 from clearhead.kernels.memory import require_memory
 from clearhead.training.distributed import Processes
-from clearhead.training.metrics_log import step_cost
+from clearhead.training.meter import step_cost
 from clearhead.training.recipe import Recipe
 from clearhead.training.tasks.task import Task
 

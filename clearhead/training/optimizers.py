@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,22 @@ from clearhead.layers.linear import FusedLinear
 from clearhead.training.distributed import gather, is_sharded
 from clearhead.training.recipe import Train
 
-# A quintic that pulls singular values towards 1, steep at 0 rather than exact at 1 (Jordan et al. 2024, as torch.optim.Muon).
-QUINTIC = (3.4445, -4.7750, 2.0315)
+Quintic = tuple[float, float, float]  # a, b, c of a x + b x^3 + c x^5
+# Muon's iterations, a quintic for each step. `quintic`: one that pulls singular values towards 1, steep at 0 rather than exact at 1
+# (Jordan et al. 2024, as torch.optim.Muon). `polar`: each step has the quintic that is nearest to 1, over the interval in which
+# singular values from 0.001 to 1 are at that step (Amsel et al. 2025, algorithm 1); but for the last, with room for 1% of rounding.
+# A test computes these numbers.
+ITERATIONS: dict[str, list[Quintic]] = {
+    "quintic": [(3.4445, -4.7750, 2.0315)] * 5,
+    "polar": [
+        (8.205160414005567, -22.901934987056027, 16.4607249101803),
+        (4.0663951599427755, -2.861154086755144, 0.5183995226694745),
+        (3.909594904437908, -2.8233517350395103, 0.5250369769390012),
+        (3.285564017198617, -2.415301959635948, 0.4852940655279093),
+        (2.3006520199548186, -1.66890398457475, 0.4188073119525671),
+    ],
+}
+EPSILON = 1e-7
 
 
 class Optimizers:
@@ -33,9 +47,10 @@ class Optimizers:
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         self.all: list[torch.optim.Optimizer] = []
         self.record = record
+        cautious = train.weight_decay if train.cautious_decay else 0.0
         groups = [
-            dict(params=decayed, weight_decay=train.weight_decay, max_lr=lr),
-            dict(params=plain, weight_decay=0.0, max_lr=lr),
+            dict(params=decayed, weight_decay=train.weight_decay - cautious, cautious_decay=cautious, max_lr=lr),
+            dict(params=plain, weight_decay=0.0, cautious_decay=0.0, max_lr=lr),
         ]
         groups = [group for group in groups if group["params"]]
         if groups:
@@ -44,8 +59,17 @@ class Optimizers:
                 torch.optim.AdamW(groups, lr=lr, betas=train.betas, fused=not sharded, capturable=record)  # type: ignore[arg-type]
             )
         if matrices:
-            muon = dict(params=matrices, weight_decay=train.weight_decay, max_lr=train.muon_lr)
-            self.all.append(Muon([muon], lr=train.muon_lr, momentum=train.momentum, parts=parts_of(model)))
+            muon = dict(params=matrices, weight_decay=train.weight_decay - cautious, cautious_decay=cautious)
+            self.all.append(
+                Muon(
+                    [muon | dict(max_lr=train.muon_lr)],
+                    lr=train.muon_lr,
+                    momentum=train.momentum,
+                    beta2=train.muon_beta2,
+                    iteration=train.muon_iteration,
+                    parts=parts_of(model),
+                )
+            )
         self._fill()
         if record:  # a CUDA graph reads its learning rates from memory; Python numbers would be fixed in it
             for optimizer in self.all:
@@ -58,6 +82,12 @@ class Optimizers:
             state = optimizer.state[parameter]
             if isinstance(optimizer, Muon):
                 state["momentum"] = torch.zeros_like(parameter)
+                if optimizer.beta2:  # whole on every process, as the step is
+                    state["row_squares"] = torch.zeros(
+                        len(parameter),
+                        device=parameter.device,
+                        dtype=torch.promote_types(parameter.dtype, torch.float32),
+                    )
             else:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 state["exp_avg"] = torch.zeros_like(parameter)
@@ -95,6 +125,9 @@ class Optimizers:
                 optimizer.found_inf = skip.float()  # type: ignore[attr-defined]  # what torch's GradScaler tells it by
             elif skip is not None and bool(skip):  # shards: processes wait for each other anyway
                 continue
+            if isinstance(optimizer, torch.optim.AdamW):
+                for group in optimizer.param_groups:
+                    decay_adamw(group, optimizer.state, skip)
             optimizer.step()
 
     def zero_grad(self) -> None:
@@ -104,6 +137,27 @@ class Optimizers:
 
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self._each()]
+
+
+@torch.no_grad()
+def decay_adamw(
+    group: dict[str, Any], state: Mapping[Tensor, Mapping[str, Tensor]], skip: Tensor | None = None
+) -> None:
+    """Cautious weight decay before AdamW's step, whose sign is that of its next first moment. Where `skip` is True, none."""
+    parameters = [p for p in group["params"] if p.grad is not None]
+    if not group["cautious_decay"] or not parameters:
+        return
+    rate = group["lr"] * group["cautious_decay"]
+    if skip is not None:
+        rate = rate * (~skip).to(parameters[0].dtype)
+    moments, grads = [state[p]["exp_avg"] for p in parameters], [p.grad for p in parameters]
+    decay(parameters, torch._foreach_lerp(moments, grads, 1 - group["betas"][0]), rate)
+
+
+def decay(parameters: Sequence[Tensor], steps: Sequence[Tensor], rate: float | Tensor) -> None:
+    """w <- w - rate [w u >= 0] w: decay only where the step w - u goes towards zero, too (Chen et al. 2025)."""
+    for parameter, step in zip(parameters, steps, strict=True):
+        parameter.mul_(1 - rate * (parameter * step >= 0).to(parameter.dtype))
 
 
 def sort_parameters(
@@ -137,13 +191,23 @@ class Muon(torch.optim.Optimizer):
 
     As torch.optim.Muon, with three differences: matrices of one shape are iterated together, in one batched product; on a CPU,
     where bfloat16 is slow, the iteration runs in float32; fused matrices are split first, and sharded ones gathered.
+
+    `beta2` is NorMuon's (Li et al. 2025): each row of the orthogonal O, that is each neuron, is divided by the root of the running
+    mean of its squares, v <- beta2 v + (1 - beta2) mean(O O, of a row). The step keeps the Frobenius norm of O.
     """
 
     def __init__(
-        self, params: Any, *, lr: float, momentum: float = 0.95, parts: dict[nn.Parameter, list[int]] | None = None
+        self,
+        params: Any,
+        *,
+        lr: float,
+        momentum: float = 0.95,
+        beta2: float = 0.0,
+        iteration: str = "quintic",
+        parts: dict[nn.Parameter, list[int]] | None = None,
     ) -> None:
-        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=0.0))
-        self.parts = parts or {}
+        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=0.0, cautious_decay=0.0))
+        self.beta2, self.iteration, self.parts = beta2, iteration, parts or {}
         self.skip: Tensor | None = None  # if True, the next step changes nothing
 
     @torch.no_grad()
@@ -162,9 +226,11 @@ class Muon(torch.optim.Optimizer):
                 lr = lr * kernels.to_float64(~skip)
             torch._foreach_lerp_(moments, grads, 1 - group["momentum"])
             torch._foreach_lerp_(grads, moments, group["momentum"])  # Nesterov momentum
+            steps = self._orthogonal(parameters, grads)
             if group["weight_decay"]:
                 torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
-            steps = self._orthogonal(parameters, grads)
+            if group["cautious_decay"]:
+                decay(parameters, steps, lr * group["cautious_decay"])
             torch._foreach_mul_(steps, lr)
             torch._foreach_sub_(parameters, steps)
 
@@ -182,12 +248,27 @@ class Muon(torch.optim.Optimizer):
             wide = [
                 pieces[i][j] if pieces[i][j].shape[0] <= pieces[i][j].shape[1] else pieces[i][j].T for i, j in places
             ]
-            for (i, j), result in zip(places, orthogonalise(torch.stack(wide)), strict=True):
+            for (i, j), result in zip(
+                places, orthogonalise(torch.stack(wide), ITERATIONS[self.iteration]), strict=True
+            ):
                 rows, cols = pieces[i][j].shape
                 # A tall matrix has fewer directions than rows: its step is scaled to the size of a square one's.
                 pieces[i][j] = (result if rows <= cols else result.T) * math.sqrt(max(1.0, rows / cols))
+        if self.beta2:
+            for p, split in zip(parameters, pieces, strict=True):
+                squares = self.state[p]["row_squares"].split([len(piece) for piece in split])
+                split[:] = [self._even_rows(piece, mean) for piece, mean in zip(split, squares, strict=True)]
         joined = [torch.cat(split).to(grad.dtype) for split, grad in zip(pieces, gathered, strict=True)]
         return [_shard(step, p) for step, p in zip(joined, parameters, strict=True)]
+
+    def _even_rows(self, step: Tensor, mean: Tensor) -> Tensor:
+        """The step with each row divided by its running root mean square, which moves, too; its norm stays."""
+        new = mean.lerp(step.square().mean(1).to(mean.dtype), 1 - self.beta2)
+        if self.skip is not None:
+            new = torch.where(self.skip.to(mean.device), mean, new)
+        mean.copy_(new)
+        even = step / (mean.sqrt() + EPSILON)[:, None]
+        return even * (step.norm() / even.norm().clamp(min=EPSILON))
 
 
 def _shard(step: Tensor, like: Tensor) -> Tensor:
@@ -199,12 +280,11 @@ def _shard(step: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(step, like.device_mesh, like.placements, src_data_rank=None)  # type: ignore[attr-defined]
 
 
-def orthogonalise(x: Tensor, steps: int = 5) -> Tensor:
-    """About U V^T for each matrix U S V^T of a batch: its singular values become about 0.7 to 1.2."""
-    a, b, c = QUINTIC
+def orthogonalise(x: Tensor, iteration: list[Quintic] | None = None) -> Tensor:
+    """About U V^T for each matrix U S V^T of a batch: its singular values become about 0.7 to 1.2, by `polar` 0.9 to 1.1."""
     out = x if x.device.type == "cpu" else x.bfloat16()
-    out = out / out.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    for _ in range(steps):
+    out = out / out.norm(dim=(-2, -1), keepdim=True).clamp(min=EPSILON)
+    for a, b, c in iteration or ITERATIONS["quintic"]:
         gram = out @ out.mT
         out = torch.baddbmm(out, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), out, beta=a)
     return out.to(x.dtype)

@@ -24,7 +24,7 @@ from clearhead.config import Config
 from clearhead.errors import ConfigError, InputError, did_you_mean
 from clearhead.families import preset, presets
 from clearhead.training.recipe_checks import check_files, check_lora, check_preset, check_values
-from clearhead.training.recipe_fields import Data, Train, explain
+from clearhead.training.recipe_fields import Data, Train, explain, spell
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -194,8 +194,8 @@ def _table(part: str, values: Any) -> dict[str, Any]:
 def _typed(name: str, value: Any, kind: Any) -> Any:
     """The value converted to the field's type, or an error that names the field."""
     if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise ConfigError(f"{name}={value!r} is not known; {did_you_mean(str(value), map(str, get_args(kind)))}")
+        if not any(value == each and type(value) is type(each) for each in get_args(kind)):
+            raise ConfigError(f"{name}={value!r} is not known; {did_you_mean(str(value), map(spell, get_args(kind)))}")
         return value
     if get_origin(kind) is tuple:
         if isinstance(value, str):

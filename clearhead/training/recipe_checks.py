@@ -33,7 +33,12 @@ def check_values(recipe: Recipe) -> None:
         "data.leave_out": data.leave_out,
     }
     shares |= {"train.min_lr": train.min_lr, "train.decay": train.decay, "train.mask_share": train.mask_share}
-    shares |= {"train.momentum": train.momentum, "train.betas[0]": train.betas[0], "train.betas[1]": train.betas[1]}
+    shares |= {
+        "train.muon_beta2": train.muon_beta2,
+        "train.momentum": train.momentum,
+        "train.betas[0]": train.betas[0],
+        "train.betas[1]": train.betas[1],
+    }
     for name, value in shares.items():
         if not 0 <= value < 1:
             raise ConfigError(f"{name}={value} is no share; give a number from 0 up to, but not, 1")
@@ -42,6 +47,16 @@ def check_values(recipe: Recipe) -> None:
             raise ConfigError(
                 f"train.{name}={getattr(train, name)} is below 0 or no number; {getattr(type(train), name)} is usual"
             )
+    for name in ("muon_iteration", "muon_beta2") if train.optimizer != "muon" else ():
+        if getattr(train, name) != getattr(type(train), name):
+            raise ConfigError(
+                f"train.{name}={getattr(train, name)!r} is Muon's, and has no effect with optimizer={train.optimizer!r}; leave it "
+                f"out, or set train.optimizer=muon"
+            )
+    if train.cautious_decay and not train.weight_decay:
+        raise ConfigError(
+            "train.cautious_decay=true has no effect with weight_decay=0.0; set train.weight_decay, or leave it out"
+        )
     if train.lr == 0 and train.schedule != "noam":
         raise ConfigError(
             f"train.lr=0 is for schedule='noam'; got schedule={train.schedule!r}; give a rate such as 0.001"

@@ -58,6 +58,13 @@ class Train:
     weight_decay: Annotated[float, "of matrices only"] = 0.1
     betas: Annotated[tuple[float, float], "AdamW's"] = (0.9, 0.95)
     momentum: Annotated[float, "Muon's"] = 0.95
+    muon_iteration: Annotated[
+        Literal["quintic", "polar"], "Muon: five steps of one quintic, or Polar Express: each step has its best one"
+    ] = "quintic"
+    muon_beta2: Annotated[
+        float, "NorMuon: rows of Muon's step are divided by the running mean of their squares; 0: they are not"
+    ] = 0.0
+    cautious_decay: Annotated[bool, "weight decay only where the step goes towards zero, too"] = False
     schedule: Annotated[Literal["constant", "cosine", "noam", "wsd"], "of the learning rate"] = "cosine"
     warmup: Annotated[int, "steps in which the rate rises, at the start"] = 100
     decay: Annotated[float, "wsd: the share of steps in which the rate falls, at the end"] = 0.2
@@ -83,9 +90,12 @@ class Train:
         "of products; auto: bfloat16 on a GPU that has it; fp8: bfloat16 with the blocks' products in 8 bits",
     ] = "auto"
     stream: Annotated[
-        Literal["float32", "bfloat16"], "what blocks hand on, where products are bfloat16; less memory, less exact"
-    ] = "float32"
-    compile: Annotated[bool, "torch.compile"] = False
+        Literal["auto", "float32", "bfloat16"],
+        "what blocks hand on, where products are bfloat16; less memory, less exact; auto: bfloat16 in a compiled step on a GPU",
+    ] = "auto"
+    compile: Annotated[
+        Literal["auto", True, False], "torch.compile; auto: on one GPU, where it saves more time than it takes"
+    ] = "auto"
     record: Annotated[bool, "on a GPU, if batches have one shape, or few: replay the step as a CUDA graph"] = True
     checkpointing: Annotated[bool, "activation checkpointing: less memory, a third more time"] = False
     deterministic: Annotated[bool, "on a GPU: only kernels that sum in a fixed order"] = False
@@ -114,20 +124,31 @@ MODEL: Mapping[str, str] = MappingProxyType(
         "image_size": "pixels of a picture's side, after resizing",
         "patch_size": "pixels of a patch's side: each patch is a token",
         "n_channels": "3: colours; 1: grey",
+        "n_mels": "rows of a spectrogram",
         "n_layers": "blocks of each stack",
         "n_decoder_layers": "blocks of the decoder, in an encoder-decoder; 0: n_layers",
         "d_model": "the width: numbers for each token",
         "n_heads": "attention heads of each block; they divide d_model",
         "d_ff": "the width inside the feed-forward; 0: 4 d_model",
+        "vocab_size": "tokens; 0 in a recipe: those of the tokenizer",
         "positions": "how the model knows the order of tokens",
+        "rotary_base": "rotary: the longest wavelength is about 2 pi times it",
+        "rotary_factor": "rotary_scaling: positions or frequencies are divided by it",
+        "rotary_original_len": "llama3: the length before the scaling",
+        "t5_buckets": "t5: so many biases for each head",
+        "t5_max_distance": "t5: larger distances share a bucket",
         "norm": "what keeps the residual stream in range",
+        "norm_eps": "added under the root of a norm",
         "norm_first": "norm before each step, as in most models; false: after it, as in the paper",
         "qk_norm": "norm of queries and keys: steadier training",
         "bias": "whether linear maps add a vector",
         "feedforward": "the activation",
+        "gated": "a third matrix whose product gates the others'",
         "tie_embeddings": "one table for the tokens that come in and those that go out",
         "init_residual": "how projections that write to the residual stream start",
+        "init_std": "the standard deviation of random weights (normal, truncated)",
         "dropout": "the share of numbers set to 0 in training, against overfitting",
+        "attention_dropout": "the same, of attention weights",
         "pool": "classify: from the states of all tokens to one",
     }
 )
@@ -139,5 +160,10 @@ def explain(part: str, name: str) -> str:
     hint: Any = get_type_hints(kind, include_extras=True).get(name)
     meaning = MODEL.get(name, "") if kind is Config else get_args(hint)[1]
     plain = get_type_hints(kind).get(name)
-    choices = ", ".join(filter(None, get_args(plain))) if get_origin(plain) is Literal else ""
+    choices = ", ".join(filter(None, map(spell, get_args(plain)))) if get_origin(plain) is Literal else ""
     return "; ".join(filter(None, [meaning, f"one of: {choices}" if choices else ""]))
+
+
+def spell(choice: str | bool) -> str:
+    """A choice as TOML spells it, a string without its quotes."""
+    return str(choice).lower() if isinstance(choice, bool) else choice

@@ -6,16 +6,20 @@ The page says what is missing, cut off or not finite. In metrics.jsonl `seconds`
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import re
+import shlex
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from clearhead.checkpoint.durable_files import write_text
-from clearhead.errors import InputError
+from clearhead.config import Config
+from clearhead.costs import draw
+from clearhead.errors import ClearheadError, InputError
 from clearhead.training.report_figures import (
     KINDS,
     AttentionPicture,
@@ -33,22 +37,24 @@ FILES = ("metrics.jsonl", "recipe.toml", "config.json", "environment.json")
 NOT_DRAWN = ("step", "kind", "seconds", "tokens", "epoch", "samples")
 SAMPLES, SAMPLE_LETTERS, TEXT_LETTERS, PICTURE_BYTES = 20, 400, 10_000, 200_000  # keep the page under 300 kB
 
-# Blue and orange stay apart with any colour vision, and the validation line has dots. Inks for paper, and for a dark screen.
+# The explorer's colours: blue and orange stay apart with any colour vision, and the validation line has dots. Inks for paper,
+# and for a dark screen.
 STYLE = """
-:root{--paper:#fff;--ink:#222;--soft:#667;--rule:#dde;--train:#0072b2;--valid:#c04f00;color-scheme:light dark}
+:root{--paper:#fff;--ink:#191b20;--soft:#5c616b;--rule:#e3e0da;--train:#146a80;--valid:#b3470b;color-scheme:light dark}
 @media screen and (prefers-color-scheme:dark){
-:root{--paper:#16181c;--ink:#dde;--soft:#99a;--rule:#334;--train:#56b4e9;--valid:#e69f00}}
+:root{--paper:#181a1f;--ink:#eceae4;--soft:#a0a5af;--rule:#2d3139;--train:#6cc5b9;--valid:#f2a45c}}
 body{margin:0 auto;max-width:44rem;padding:3rem 1rem;background:var(--paper);color:var(--ink);font:1rem/1.6 system-ui,sans-serif}
 h1{margin:0;font:600 1.8rem/1.2 system-ui,sans-serif;overflow-wrap:anywhere}h2{margin:3rem 0 1rem;font-size:1.15rem}
 header p,.soft,dt,figcaption,th{color:var(--soft);font-size:.9rem;font-weight:400}
 .note{border-left:3px solid var(--valid);padding-left:1rem}dl{display:flex;flex-wrap:wrap;gap:1.2rem 2.5rem;margin:2rem 0}
 dd{margin:0;font-size:.85rem;color:var(--soft)}dd b{font-size:1.7rem;font-weight:500;line-height:1.3;color:var(--ink)}
-figure{margin:0 0 2rem}figure,svg{break-inside:avoid}svg{display:block;width:100%;height:auto}
+figure{margin:0 0 2rem}figure,svg,img{break-inside:avoid}
+img{display:block;max-width:100%;height:auto}svg{display:block;width:100%;height:auto}
 text{fill:var(--soft);font:12px system-ui,sans-serif}.name{fill:var(--ink)}.map text{font-family:ui-monospace,monospace}
 .grid,.frame{fill:none;stroke:var(--rule)}.train,.valid{fill:none;stroke:var(--train);stroke-linecap:round;stroke-linejoin:round}
 .valid{stroke:var(--valid);stroke-width:2}circle.valid{fill:var(--paper)}.cells{stroke:var(--train);shape-rendering:crispEdges}
 .small{display:grid;grid-template-columns:repeat(auto-fill,minmax(12.5rem,1fr));gap:1rem}.small text{font-size:15px}
-@media(max-width:36rem){.loss text{font-size:20px}}@media print{details::details-content{content-visibility:visible;display:block}}
+@media(max-width:36rem){.loss text{font-size:19px}}@media print{details::details-content{content-visibility:visible;display:block}}
 table{width:100%;border-collapse:collapse;table-layout:fixed;font-size:.9rem}
 td,th{padding:.4rem .8rem .4rem 0;text-align:start;vertical-align:top}td b{color:var(--valid)}
 tr{border-bottom:1px solid var(--rule);break-inside:avoid}summary{margin:2rem 0;cursor:pointer}
@@ -76,13 +82,15 @@ def _page(folder: Path, attention: Sequence[AttentionPicture]) -> str:
     parts = [
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"/><title>{title}</title>',
         f'<meta name="viewport" content="width=device-width"/><style>{STYLE}</style></head><body>',
-        f"<header><h1>{title}</h1><p>{f'Task: {escape(task[1])}. ' if task else ''}Last logged {date}.</p></header>",
+        f"<header><h1>{title}</h1><p>{f'Task: {escape(task[1])}. ' if task else ''}Last logged {date}.</p>"
+        f"<p>To look inside: <code>clearhead explore {escape(shlex.quote(str(folder)))}</code></p></header>",
         _overview(records),
         *(f'<p class="note">{escape(note)}</p>' for note in notes),
         _charts(curves(records, "train", "valid")),
         _samples(records["valid"] + records["result"], one_is_right=not task or task[1] != "language"),
         _pictures(attention),
-        f"<h2>Recipe</h2><pre>{clip(recipe, TEXT_LETTERS)}</pre>" if recipe else "",
+        _model(config),
+        f"<details><summary>Recipe</summary><pre>{clip(recipe, TEXT_LETTERS)}</pre></details>" if recipe else "",
         _environment(files.get("environment.json", "{}")),
         f"<details><summary>config.json</summary><pre>{clip(config, TEXT_LETTERS)}</pre></details>" if config else "",
         "</body></html>\n",
@@ -103,6 +111,8 @@ def read_metrics(text: str) -> tuple[Records, list[str]]:
         try:
             if line:
                 record = json.loads(line)
+                if record["kind"] == "speed":  # of a whole run, no point of a curve
+                    continue
                 found[record["kind"]][int(record["step"])] = {**record, "step": int(record["step"])}
         except (ValueError, TypeError, KeyError, OverflowError):
             broken.append(str(number))
@@ -187,11 +197,22 @@ def _pictures(attention: Sequence[AttentionPicture]) -> str:
             left_out.append(escape(picture.title))
     more = f'<p class="soft">Left out to keep the page small: {", ".join(left_out)}.</p>' if left_out else ""
     text = (
-        "Each row is a token that looks, each column a token it looks at. The stronger the colour, the larger the weight, "
-        "against the largest of its row. A picture shows where a head looks, not why the model answers as it does: "
-        "it is not an explanation."
+        "Each row is a token that attends, each column a token it attends to. The stronger the colour, the larger the weight, "
+        "relative to the largest of its row. Layers are counted from 0. A picture shows where a head attends, not why the model "
+        "answers as it does: it is not an explanation."
     )
     return f'<h2>Attention</h2><p class="soft">{text}</p>{drawn}{more}' if attention else ""
+
+
+def _model(config: str) -> str:
+    """The model, drawn from config.json. As a picture of its own, so that it and the page do not share styles."""
+    try:
+        svg = draw(Config.from_dict(json.loads(config))).svg if config else ""
+    except (ValueError, TypeError, AttributeError, ClearheadError):
+        return '<p class="note">config.json can not be read, so the model is not drawn.</p>'
+    source = base64.b64encode(svg.encode()).decode()
+    words = "The model, from its input below to its output above"
+    return f'<h2>Model</h2><img alt="{words}" src="data:image/svg+xml;base64,{source}"/>' if svg else ""
 
 
 def _environment(text: str) -> str:

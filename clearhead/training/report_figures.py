@@ -20,7 +20,7 @@ Points = list[tuple[float, float]]  # step, value
 
 KINDS = {"train": "training", "valid": "validation", "result": "result"}  # a result: of the weights that were saved
 LOGARITHMIC = ("loss", "perplexity", "grad_norm")  # where they change more than tenfold
-LEFT, RIGHT, TOP, BOTTOM = 64, 24, 34, 46  # a chart's margins
+LEFT, RIGHT, TOP, BOTTOM = 80, 24, 34, 46  # a chart's margins
 TOKENS, SIDE, LINE, LETTER, LEVELS = 200, 520, 13, 7.4, 5  # a picture: most tokens, size, room for a label, shades
 
 
@@ -122,7 +122,7 @@ def chart(name: str, lines: dict[str, Points], *, width: int, height: int, limit
     ]
     title = escape(f"{name} over {last:,.0f} steps: {', '.join(ends)}")
     svg = f'<svg viewBox="0 0 {width} {height}" role="img"><title>{title}</title>'
-    svg += f'<text class="name" x="{LEFT}" y="16">{escape(name)}{" (log scale)" if log else ""}</text>'
+    svg += f'<text class="name" x="{LEFT}" y="19">{escape(name)}{" (log scale)" if log else ""}</text>'
     for value in marks:
         svg += f'<path class="grid" d="M{LEFT} {y(value)}H{right}"/>'
         svg += f'<text x="{LEFT - 8}" y="{y(value)}" dy=".32em" text-anchor="end">{format_number(value)}</text>'
@@ -136,8 +136,8 @@ def chart(name: str, lines: dict[str, Points], *, width: int, height: int, limit
             tip = f"<title>step {step:,.0f}: {format_number(value)}</title>"
             svg += f'<circle class="valid" cx="{x(step)}" cy="{y(value)}" r="3">{tip}</circle>'
         if name == "loss":  # the small charts' legend too
-            dot = f'<circle class="valid" cx="{at + 12}" cy="12" r="3"/>' if kind == "valid" else ""
-            svg += f'<path class="{kind}" d="M{at} 12h24"/>{dot}<text x="{at + 32}" y="16">{KINDS[kind]}</text>'
+            dot = f'<circle class="valid" cx="{at + 12}" cy="15" r="3"/>' if kind == "valid" else ""
+            svg += f'<path class="{kind}" d="M{at} 15h24"/>{dot}<text x="{at + 32}" y="19">{KINDS[kind]}</text>'
     return svg + "</svg>"
 
 

@@ -160,7 +160,7 @@ def check_resumable(old: Recipe, new: Recipe) -> None:
     for part in ("task", "model", "data"):
         if old.tables()[part] != new.tables()[part]:
             raise ConfigError(f"a run goes on with the {part} it began with; start a new one to change it")
-    for name in ("optimizer", "lora_rank", "seed"):
+    for name in ("optimizer", "muon_beta2", "lora_rank", "seed"):
         before, now = getattr(old.train, name), getattr(new.train, name)
         if before != now:
             raise ConfigError(f"train.{name}={now!r}, but the run began with {before!r}; start a new one to change it")

@@ -9,11 +9,9 @@ from torch import Tensor
 from clearhead.kernels.memory import available_memory
 from clearhead.models import Model
 from clearhead.training.evaluation import evaluation_steps
-from clearhead.training.metrics_log import Meter
+from clearhead.training.meter import USUAL_UTILISATION, Meter
 from clearhead.training.recipe import Recipe
 from clearhead.training.tasks.task import Task
-
-USUAL_UTILISATION = 0.3  # the share of the measured peak that training usually reaches
 
 
 def summarise(
@@ -24,8 +22,10 @@ def summarise(
     tensors: Mapping[str, Tensor],
     measured: float | None = None,
     done: int = 0,
+    how: str = "",
 ) -> dict[str, str]:
-    """What a user should know before the first step, as names and values. `measured`: seconds of a step; `done`: steps so far."""
+    """What a user should know before the first step, as names and values. `measured`: seconds of a step; `done`: steps so far;
+    `how`: whether the step is compiled, and why."""
     t, config = recipe.train, model.config
     n = sum(p.numel() for p in model.parameters())
     learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -44,6 +44,7 @@ def summarise(
         "training": f"{t.steps:,} steps of {t.batch_tokens:,} tokens, {task.epoch(t.steps):.1f} epochs; "
         f"{t.optimizer}, {t.schedule}",
         "device": f"{meter.processes.device}, {meter.precision} products at {meter.peak / 1e9:,.0f} GFLOP/s{spread}",
+        **({"speed": how} if how else {}),
         "forecast": f"about {format_seconds(seconds + evaluations)}{basis}, {format_seconds(evaluations)} of it for evaluations; "
         f"{peak / 1e9:.2f} GB of memory ({free / 1e9:.1f} GB free)",
         "checkpoints": f"every {t.checkpoint_every:,} steps, {size / 1e6:,.1f} MB each",

@@ -13,6 +13,14 @@ from torch import Tensor
 from clearhead.engine.cuda_graphs import Recorder
 from clearhead.errors import ConfigError
 from clearhead.quantization.float8 import Products
+from clearhead.training.auto_settings import (
+    CompileTimes,
+    Machine,
+    choose_compile,
+    choose_stream,
+    explain,
+    program,
+)
 from clearhead.training.callbacks import Callbacks
 from clearhead.training.checkpoints import Checkpoints, State
 from clearhead.training.distributed import Processes, no_sync, parallelize
@@ -20,10 +28,11 @@ from clearhead.training.evaluation import evaluate
 from clearhead.training.initialization import initial_model
 from clearhead.training.lora import add_lora
 from clearhead.training.memory_check import check_step
+from clearhead.training.meter import step_seconds
 from clearhead.training.optimizers import Optimizers
 from clearhead.training.precision import make_autocast, set_residual_dtype
 from clearhead.training.prefetch import StepBatch, make_step_batch
-from clearhead.training.recipe import Recipe
+from clearhead.training.recipe import Recipe, Train
 from clearhead.training.schedules import max_lr
 from clearhead.training.tasks.task import Objective, Task
 from clearhead.training.train_step import ROUNDING, ForwardBackward, Update
@@ -36,7 +45,7 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, task: Task, processes: Processes, show: Callbacks) -> None:
         t, device = recipe.train, processes.device
-        self.task, self.processes, self.options, self.note = task, processes, t, show.note
+        self.task, self.processes, self.note = task, processes, show.note
         self.progress = show.progress("evaluating")
         check = partial(check_step, task=task, processes=processes)
         self.model = initial_model(recipe, task.facts, check).to(device).train()
@@ -45,22 +54,13 @@ class Trainer:
         self.objective = Objective(self.model, task)
         self.parallel = parallelize(self.objective, processes, t.parallel)
         self.autocast = make_autocast(t, device)
+        self.options = t = self._settle(t)
         set_residual_dtype(self.model, t, self.autocast)
-
-        one_gpu = device.type == "cuda" and processes.world_size == 1
-        # Compiled code for changing shapes is not recorded: each shape would be compiled and recorded.
-        record = t.record and one_gpu and (task.is_even or not t.compile)
-        recorder = Recorder(device) if record else None
-        if record:
-            task.rounding = ROUNDING
-        elif one_gpu and t.accumulate == 1 and isinstance(self.autocast, torch.autocast):
-            with self.autocast:
-                task.pack(self.model)
-
+        recorder = Recorder(device) if self.records else None
         objective = torch.compile(self.parallel) if t.compile else self.parallel
         self.forward_backward = ForwardBackward(objective, self.autocast, recorder)
         self.max_lr = max_lr(t, self.model.config.d_model)
-        self.optimizers = Optimizers(self.model, t, lr=self.max_lr, record=record)
+        self.optimizers = Optimizers(self.model, t, lr=self.max_lr, record=self.records)
         self.products = Products(self.model) if t.precision == "fp8" else None
         self.update = Update(self.optimizers, t.clip, self.products, recorder)
 
@@ -68,6 +68,33 @@ class Trainer:
         self.tensors = {**self.weights, **{f"optimizer.{k}": value for k, value in self.optimizers.tensors().items()}}
         if self.products is not None:
             self.tensors["products.history"] = self.products.history
+
+    def _settle(self, t: Train) -> Train:
+        """The options without `auto`; and how batches are laid out: in one shape, packed, padded to few shapes, or as they are."""
+        task, machine = self.task, Machine.of(self.processes)
+        is_cuda, bfloat16 = machine.device == "cuda", isinstance(self.autocast, torch.autocast)
+        self.compile_times = CompileTimes(machine, program(self.model.config, task.recipe))
+        step = step_seconds(self.model.config, task, self.processes) if is_cuda and t.compile == "auto" else 0.0
+        compiled, why = choose_compile(t, machine, step, self.compile_times.forecast())
+
+        one_gpu = is_cuda and machine.world_size == 1
+        may_pack = one_gpu and not task.is_even and t.accumulate == 1 and bfloat16
+        if compiled and t.compile == "auto" and not (task.is_even or (may_pack and self._pack())):
+            compiled, why = False, "each shape of its batches would be compiled"
+        # Compiled code for changing shapes is not recorded: each shape would be compiled and recorded.
+        self.records = t.record and one_gpu and (task.is_even or not compiled)
+        if self.records:
+            task.rounding = ROUNDING
+        elif may_pack:
+            self._pack()
+        stream = choose_stream(t, machine, compiled=compiled, bfloat16=bfloat16)
+        settled = replace(t, compile=compiled, stream=stream)
+        self.how = explain(t, settled, machine, why)
+        return settled
+
+    def _pack(self) -> bool:
+        with self.autocast:
+            return self.task.pack(self.model)
 
     def restore(self, checkpoints: Checkpoints) -> State:
         """Read the newest checkpoint, if there is one; else this is step 0."""

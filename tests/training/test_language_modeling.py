@@ -163,8 +163,8 @@ def test_a_sample_s_prompt_is_real_text(tmp_path: Path):
 def test_pictures_of_the_first_and_last_layer(tmp_path: Path):
     task = language(tmp_path)
     first, last = task.attention_pictures(model_for(task, dtype=torch.float32))
-    assert "Layer 1" in first.title
-    assert "Layer 2" in last.title
+    assert "Layer 0" in first.title
+    assert "Layer 1" in last.title
     assert np.asarray(last.weights).shape == (LENGTH, LENGTH)
 
 

@@ -58,16 +58,19 @@ def test_what_is_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Compiled code is kept in the user's cache folder, unless the user has set another one."""
     monkeypatch.setenv("CLEARHEAD_CACHE", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # remembered, so that what is written below is taken back
-    for chosen, compile, kept in (
-        (None, False, None),
-        (None, True, str(tmp_path / "compiled")),
-        ("/elsewhere", True, "/elsewhere"),
+    ours = str(tmp_path / "compiled")
+    for chosen, compile, device, kept in (
+        (None, False, "cuda", None),
+        (None, "auto", "cpu", None),
+        (None, "auto", "cuda", ours),
+        (None, True, "cpu", ours),
+        ("/elsewhere", True, "cuda", "/elsewhere"),
     ):
         if chosen is None:
             monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
         else:
             monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", chosen)
-        configure_torch(Train(compile=compile))
+        configure_torch(Train(compile=compile), torch.device(device))  # type: ignore[arg-type]
         assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == kept
 
 

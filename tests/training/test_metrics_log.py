@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import threading
 import time
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from clearhead.training import metrics_log
+from clearhead.training import meter as meters
 from clearhead.training.checkpoints import State
 from clearhead.training.distributed import Processes
-from clearhead.training.metrics_log import Meter, MetricsLog
+from clearhead.training.meter import Meter
+from clearhead.training.metrics_log import MetricsLog
 from clearhead.training.prefetch import make_step_batch
 from training.tiny_tasks import ALONE, make, model_for, recipe_of, words, write
 
@@ -25,7 +27,7 @@ PEAK = 1e9
 @pytest.fixture(autouse=True)
 def peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fixed peak: measuring it takes time and varies."""
-    monkeypatch.setattr(metrics_log, "measure_peak", lambda device, dtype: PEAK)
+    monkeypatch.setattr(meters, "measure_peak", lambda device, dtype: PEAK)
 
 
 def rows(first: int, last: int) -> list[dict[str, Any]]:
@@ -136,13 +138,17 @@ def test_a_row_of_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         clock.now += 2
         meter.add(batch, torch.tensor(loss), torch.tensor(loss / 10))
         state.step += 1
-    row = meter.row(state, {"lr": 0.5})
+    meter.close(13, {"lr": 0.5})
+    row, skipped = meter.row(state)
+    assert row is not None
+    assert skipped == 0
     assert row["loss"] == 15 / (3 * 7 * 13)  # a mean over predictions, not over steps
     assert row["grad_norm"] == pytest.approx(0.5)
     assert row["tokens_per_second"] == 3 * 7 * 13 / 6
     assert row["utilisation"] == pytest.approx(3 * meter.flops / 6 / PEAK)
     assert (row["step"], row["kind"], row["lr"]) == (13, "train", 0.5)
     assert (row["seconds"], row["tokens"]) == (56, 1000 + 3 * 7 * 13)
+    meter.stamp(state)
     assert (state.seconds, state.tokens) == (56, 1000 + 3 * 7 * 13)
     assert row["epoch"] == task.epoch(13)
     # an evaluation takes no part in the speed, but in the time
@@ -150,10 +156,36 @@ def test_a_row_of_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         clock.now += 100
     clock.now += 1
     meter.add(batches[0], torch.tensor(1.0), torch.tensor(1.0))
-    row = meter.row(state, {})
+    meter.close(14, {})
+    row, _ = meter.row(state)
+    assert row is not None
     assert row["tokens_per_second"] == 7 * 13
     assert row["loss"] == 1 / (7 * 13)
     assert row["seconds"] == 157
+    # the whole run: 4 steps in 7 s, the first in 2 s; the loop began 3 s after the run
+    speed = meter.speed(14, 3.0)
+    assert speed["tokens_per_second"] == 4 * 7 * 13 / 7
+    assert speed["tokens_per_second_later"] == 3 * 7 * 13 / 5
+    assert (speed["first_step_seconds"], speed["training_seconds"]) == (5, 7)
+
+
+def test_a_row_of_metrics_leaves_skipped_steps_out(tmp_path: Path):
+    task = language(tmp_path)
+    meter, state = Meter(model_for(task).config, task, ALONE), State()
+    meter.start(state)
+    for step, (loss, norm) in enumerate(((2.0, 1.0), (math.nan, math.inf), (4.0, 3.0), (1.0, math.nan))):
+        meter.add(make_step_batch(task, step, ALONE), torch.tensor(loss), torch.tensor(norm))
+    meter.close(4, {})
+    meter.add(make_step_batch(task, 4, ALONE), torch.tensor(9.0), torch.tensor(9.0))  # a step of the next row
+    row, skipped = meter.row(state)
+    assert row is not None
+    assert (row["step"], row["skipped"], skipped) == (4, 2, 2)
+    assert row["loss"] == pytest.approx(6 / (2 * 7 * 13))
+    assert row["grad_norm"] == 2
+    assert state.skips == 1
+    meter.add(make_step_batch(task, 5, ALONE), torch.tensor(math.nan), torch.tensor(math.nan))
+    assert meter.drop_skipped(state) == 1
+    assert (state.skips, state.skipped, len(meter.losses)) == (1, 3, 1)
 
 
 @pytest.mark.parametrize(

@@ -5,40 +5,68 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models.tiny import EVERY, tiny
 from torch import Tensor, nn
 
 from clearhead.layers.linear import FusedLinear
-from clearhead.training.optimizers import QUINTIC, Muon, Optimizers, orthogonalise, parts_of, sort_parameters
+from clearhead.training.optimizers import ITERATIONS, Muon, Optimizers, orthogonalise, parts_of, sort_parameters
 from clearhead.training.recipe import Train
 
 
-def reference_orthogonalise(x: Tensor, steps: int = 5) -> Tensor:
+def reference_orthogonalise(x: Tensor, iteration: str = "quintic") -> Tensor:
     """X <- a X + (b A + c A A) X with A = X X^T, from X / |X|, of the wide matrix (transposed if it is tall); float64."""
-    a, b, c = QUINTIC
     out = x.double() if x.shape[0] <= x.shape[1] else x.double().T
     out = out / max(float(out.norm()), 1e-7)
-    for _ in range(steps):
+    for a, b, c in ITERATIONS[iteration]:
         gram = out @ out.T
         out = a * out + (b * gram + c * gram @ gram) @ out
     return out if x.shape[0] <= x.shape[1] else out.T
 
 
 class ReferenceMuon:
-    """One matrix. m <- mu m + (1 - mu) g; u = orthogonal((1 - mu) g + mu m); w <- w - lr wd w - lr sqrt(max(1, rows / cols)) u."""
+    """One matrix. m <- mu m + (1 - mu) g; u = sqrt(max(1, rows / cols)) orthogonal((1 - mu) g + mu m);
+    w <- w - lr wd w - lr u, with `cautious` w <- w - lr wd w [w u >= 0] - lr u.
 
-    def __init__(self, weight: Tensor, *, lr: float, momentum: float, decay: float) -> None:
+    With beta2 (NorMuon), for each row i: v_i <- beta2 v_i + (1 - beta2) mean_j u_ij^2, o_ij = u_ij / (sqrt(v_i) + 1e-7), and
+    |u| o / |o| takes the place of u.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        *,
+        lr: float,
+        momentum: float,
+        decay: float,
+        cautious: bool = False,
+        beta2: float = 0.0,
+        iteration: str = "quintic",
+    ) -> None:
         self.w, self.m = weight.detach().double().clone(), torch.zeros_like(weight, dtype=torch.float64)
-        self.lr, self.mu, self.decay = lr, momentum, decay
+        self.lr, self.mu, self.decay, self.cautious = lr, momentum, decay, cautious
+        self.beta2, self.iteration, self.v = beta2, iteration, [0.0] * len(weight)
 
     def step(self, grad: Tensor) -> None:
         grad = grad.double()
         self.m = self.mu * self.m + (1 - self.mu) * grad
-        update = reference_orthogonalise((1 - self.mu) * grad + self.mu * self.m)
         rows, cols = self.w.shape
-        self.w = self.w - self.lr * self.decay * self.w - self.lr * math.sqrt(max(1, rows / cols)) * update
+        update = reference_orthogonalise((1 - self.mu) * grad + self.mu * self.m, self.iteration)
+        update = math.sqrt(max(1, rows / cols)) * update
+        if self.beta2:
+            norm, out = float(update.norm()), update.clone()
+            for i in range(rows):
+                mean = sum(float(x) ** 2 for x in update[i]) / cols
+                self.v[i] = self.beta2 * self.v[i] + (1 - self.beta2) * mean
+                out[i] = update[i] / (math.sqrt(self.v[i]) + 1e-7)
+            update = out * norm / float(out.norm())
+        for i in range(rows):
+            for j in range(cols):
+                w, u = float(self.w[i, j]), float(update[i, j])
+                decays = not self.cautious or w * u >= 0
+                self.w[i, j] = w - self.lr * self.decay * w * decays - self.lr * u
 
 
 SHAPES = [(7, 11), (11, 7), (5, 5), (7, 11), (29, 3), (1, 13)]
@@ -58,19 +86,30 @@ def drive(
     return drawn
 
 
-def muon(weights: list[nn.Parameter], *, lr: float = 0.02, decay: float = 0.1, **options: Any) -> Muon:
-    made = Muon([dict(params=weights, weight_decay=decay)], lr=lr, momentum=0.9, **options)
+def muon(
+    weights: list[nn.Parameter], *, lr: float = 0.02, decay: float = 0.1, cautious: bool = False, **options: Any
+) -> Muon:
+    decays = dict(weight_decay=0.0 if cautious else decay, cautious_decay=decay if cautious else 0.0)
+    made = Muon([dict(params=weights, **decays)], lr=lr, momentum=0.9, **options)
     for weight in weights:
         made.state[weight]["momentum"] = torch.zeros_like(weight)
+        made.state[weight]["row_squares"] = torch.zeros(len(weight), dtype=weight.dtype)
     return made
 
 
+RULES: list[dict[str, Any]] = [{}, dict(iteration="polar"), dict(beta2=0.9), dict(cautious=True)]
+RULES.append(dict(iteration="polar", beta2=0.95, cautious=True))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_muon_is_its_equations(dtype: torch.dtype, within: float):
-    """float32: five products of matrices, each with errors of 2^-24 that the next may make three times larger."""
+def test_muon_is_its_equations(dtype: torch.dtype, within: float, rule: dict[str, Any]):
+    """float32: five products of matrices, each with errors of 2^-24 that the next may make three times larger (polar: eight)."""
+    if rule.get("iteration") == "polar" and dtype == torch.float32:
+        within *= 10
     weights = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in SHAPES]
-    references = [ReferenceMuon(weight, lr=0.02, momentum=0.9, decay=0.1) for weight in weights]
-    for grads in drive(muon(weights), weights, steps=5):
+    references = [ReferenceMuon(weight, lr=0.02, momentum=0.9, decay=0.1, **rule) for weight in weights]
+    for grads in drive(muon(weights, **rule), weights, steps=5):
         for reference, grad in zip(references, grads, strict=True):
             reference.step(grad)
     for weight, reference in zip(weights, references, strict=True):
@@ -106,6 +145,62 @@ def test_singular_values_come_near_one(shape: tuple[int, int]):
 
 def test_orthogonalise_of_nothing_is_nothing():
     assert not orthogonalise(torch.zeros(2, 3, 5)).any()
+
+
+def nearest_to_one(low: float, high: float) -> tuple[float, float, float]:
+    """The odd quintic p with the smallest max |1 - p(x)| on [low, high], by Remez' algorithm: the error is as large, with changing
+    sign, at both ends and at the two places between where p is steepest no more."""
+    places = [low, (3 * low + high) / 4, (low + 3 * high) / 4, high]
+    a = b = c = 0.0
+    for _ in range(100):
+        rows = [[x, x**3, x**5, (-1.0) ** i] for i, x in enumerate(places)]
+        a, b, c, _ = np.linalg.solve(np.array(rows), np.ones(4))
+        root = math.sqrt((3 * b) ** 2 - 20 * a * c)
+        places[1:3] = sorted(math.sqrt((-3 * b + sign * root) / (10 * c)) for sign in (-1, 1))
+    return a, b, c
+
+
+def test_the_polynomials_of_polar_express():
+    """Algorithm 1 of Amsel et al. 2025 from singular values of 0.001 to 1. An interval is widened to 0.024 of its end (else p would
+    fall near 0 inside it), and p then scaled so that both ends are as far from 1."""
+    low, high = 1e-3, 1.0
+    for i, found in enumerate(ITERATIONS["polar"]):
+        a, b, c = nearest_to_one(max(low, 0.02407327424182761 * high), high)
+        ends = [a * x + b * x**3 + c * x**5 for x in (low, high)]
+        scale = 2 / sum(ends) if low < 0.02407327424182761 * high else 1.0
+        room = 1.01 if i < 4 else 1.0
+        assert found == pytest.approx((a * scale / room, b * scale / room**3, c * scale / room**5), rel=1e-9)
+        low = scale * ends[0]
+        high = 2 - low
+
+
+def test_polar_express_is_nearer_to_one():
+    """Of singular values from 0.01 to 1, in float64."""
+    x = torch.diag(torch.logspace(-2, 0, 31, dtype=torch.float64))
+    x = x / torch.linalg.matrix_norm(x)
+    far = {
+        name: float((torch.linalg.svdvals(orthogonalise(x[None], steps)) - 1).abs().max())
+        for name, steps in ITERATIONS.items()
+    }
+    assert far["polar"] < 0.15
+    assert far["quintic"] > 0.25
+
+
+@pytest.mark.parametrize("decay", [0.1, 0.0])
+def test_cautious_decay_of_adamw(decay: float):
+    """m <- b m + (1 - b) g; v <- c v + (1 - c) g^2; u = m / (sqrt(v) + 1e-8), corrected; w <- w - lr u - lr wd w [w u >= 0]."""
+    model = nn.Linear(5, 3, dtype=torch.float64)
+    train = Train(lr=0.02, weight_decay=decay, cautious_decay=decay > 0)
+    optimizers = Optimizers(model, train, lr=0.02)
+    w, m, v = model.weight.detach().clone(), torch.zeros(3, 5).double(), torch.zeros(3, 5).double()
+    for t in range(1, 6):
+        grad = torch.randn(3, 5).double()
+        model.weight.grad, model.bias.grad = grad.clone(), torch.zeros(3).double()
+        optimizers.step(skip=torch.tensor(False))
+        m, v = 0.9 * m + 0.1 * grad, 0.95 * v + 0.05 * grad**2
+        u = m / (1 - 0.9**t) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
+        w = w - 0.02 * u - 0.02 * decay * w * (w * u >= 0)
+        torch.testing.assert_close(model.weight.detach(), w, rtol=0, atol=1e-12)
 
 
 def test_a_fused_matrix_is_three():
@@ -183,11 +278,14 @@ def test_norms_and_biases_are_not_decayed():
         torch.testing.assert_close(parameter.detach(), before[name] * factor)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_state_comes_back(kind: Any):
+NEW: dict[str, Any] = dict(optimizer="muon", muon_iteration="polar", muon_beta2=0.95, cautious_decay=True)
+
+
+@pytest.mark.parametrize("fields", [dict(optimizer="adamw"), dict(optimizer="muon"), NEW, dict(cautious_decay=True)])
+def test_state_comes_back(fields: Any):
     """Tensors copied into a fresh optimizer, before its first step, give the same next steps to the bit."""
     model = tiny("llama", dtype=torch.float32)
-    train = Train(optimizer=kind)
+    train = Train(**fields)
     optimizer = Optimizers(model, train, lr=0.01)
     for step in range(3):
         fill(model, step)
@@ -215,6 +313,24 @@ def test_names_of_the_state():
     assert {f"tokens.weight.{part}" for part in ("step", "exp_avg", "exp_avg_sq")} <= names
     assert "blocks.0.attention.qkv.weight.momentum" in names
     assert len(names) == sum(1 if "blocks." in n and p.ndim == 2 else 3 for n, p in model.named_parameters())
+    more = set(Optimizers(model, Train(**NEW), lr=0.1).tensors()) - names
+    assert more == {f"{n}.row_squares" for n, p in model.named_parameters() if "blocks." in n and p.ndim == 2}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("fields", [dict(optimizer="muon"), NEW, dict(cautious_decay=True)])
+def test_a_skipped_step_changes_nothing(fields: Any, bad: float):
+    model = tiny("llama", dtype=torch.float32)
+    optimizers = Optimizers(model, Train(**fields), lr=0.1)
+    fill(model, 0)
+    optimizers.step(skip=torch.tensor(False))
+    before = {n: t.clone() for n, t in {**dict(model.named_parameters()), **optimizers.tensors()}.items()}
+    fill(model, 1)
+    for parameter in model.parameters():
+        parameter.grad.view(-1)[0] = bad  # type: ignore[union-attr]  # the rest are numbers
+    optimizers.step(skip=torch.tensor(True))
+    for name, tensor in {**dict(model.named_parameters()), **optimizers.tensors()}.items():
+        assert torch.equal(tensor, before[name]), name
 
 
 def test_scale_sets_every_rate():

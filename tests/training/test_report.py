@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import re
@@ -17,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import clearhead as ch
 from clearhead.errors import InputError
 from clearhead.training import report
 from clearhead.training import report_figures as figures
@@ -91,6 +93,18 @@ def test_a_whole_run(tmp_path: Path):
     assert set(charts(page)) == {"loss", "bleu", "lr"}
     for svg in tree(page).iter("svg"):
         assert svg[0].tag == "title"
+
+
+def test_the_model_is_drawn(tmp_path: Path):
+    config = ch.preset("gpt2", n_layers=2, d_model=48, n_heads=4, d_ff=96)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()), encoding="utf-8")
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    (picture,) = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page)
+    assert base64.b64decode(picture).decode() == ch.draw(config).svg
+    (tmp_path / "config.json").write_text('{"d_model": 67}', encoding="utf-8")
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "the model is not drawn" in page
+    assert "data:image" not in page
 
 
 def test_it_stands_alone(tmp_path: Path):

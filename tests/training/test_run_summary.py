@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from clearhead.training import metrics_log, run_summary
+from clearhead.training import meter as meters
+from clearhead.training import run_summary
 from clearhead.training.evaluation import evaluation_steps
-from clearhead.training.metrics_log import Meter
+from clearhead.training.meter import Meter
 from clearhead.training.run_summary import format_seconds, summarise
 from training.tiny_tasks import ALONE, make, model_for, recipe_of, words, write
 
@@ -20,7 +21,7 @@ PEAK = 1e9
 @pytest.fixture(autouse=True)
 def peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fixed peak: measuring it takes time and varies."""
-    monkeypatch.setattr(metrics_log, "measure_peak", lambda device, dtype: PEAK)
+    monkeypatch.setattr(meters, "measure_peak", lambda device, dtype: PEAK)
 
 
 def language(folder: Path, **train: Any) -> Any:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from clearhead.lessons import references
 from clearhead.training.recipe import Train
 from clearhead.training.schedules import lr_factor, max_lr
 
@@ -23,9 +24,9 @@ def rates(**train: Any) -> list[float]:
 
 @given(st.integers(1, 10**6), st.integers(1, 10**5), st.integers(1, 4096))
 def test_noam_is_the_paper(step: int, warmup: int, d_model: int):
-    """lrate = d_model^-0.5 min(step^-0.5, step warmup^-1.5), section 5.3; the paper counts steps from 1."""
+    """lrate = d_model^-0.5 min(step^-0.5, step warmup^-1.5), section 5.3."""
     train = Train(schedule="noam", lr=0.0, warmup=warmup, steps=10**6)
-    wanted = d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
+    wanted = references.noam(step, d_model, warmup)
     assert math.isclose(lr_factor(step - 1, train) * max_lr(train, d_model), wanted, rel_tol=CLOSE)
 
 

@@ -149,7 +149,7 @@ class Language(WindowTask):
         with probe(model, *(f"blocks.{i}.attention.weights" for i in layers)) as seen, torch.no_grad():
             model(tokens)
         return [
-            AttentionPicture(f"Layer {i + 1}, the mean of its heads", names, names, seen[site][0].mean(0))
+            AttentionPicture(f"Layer {i}, the mean of its heads", names, names, seen[site][0].mean(0))
             for i in layers
             for site in [f"blocks.{i}.attention.weights"]
         ]

@@ -188,12 +188,13 @@ def start_token(tokenizer: Tokenizer) -> int:
 def draw_alignment(model: EncoderDecoder, tokenizer: Tokenizer, source: list[int], start: int) -> AttentionPicture:
     """The model's output for a source, and the last layer's attention to the source for each token: the mean of its heads."""
     written = translate(model, [source], beams=1)[0]
-    site = f"decoder.blocks.{len(model.decoder.blocks) - 1}.cross.weights"
+    last = len(model.decoder.blocks) - 1
+    site = f"decoder.blocks.{last}.cross.weights"
     with probe(model, site) as seen, torch.no_grad():
         model(torch.tensor([source]), torch.tensor([[start, *written]]))
     weights = seen[site][0].mean(0)
     rows, columns = (tokenizer.names(ids) for ids in ([*written, *model.generation.eos[:1]], source))
-    return AttentionPicture("Where it looked while it wrote", rows, columns, weights)
+    return AttentionPicture(f"Cross-attention of layer {last}, the mean of its heads", rows, columns, weights)
 
 
 def score(outputs: list[str], wanted: list[str]) -> dict[str, float]:
