@@ -53,17 +53,19 @@ from clearhead.kernels.checks import (
 from clearhead.kernels.memory import require_memory
 from clearhead.kernels.packed import Packed
 from clearhead.kernels.sparse_strips import Strip, make_strips, strip_attention, takes_strips
-from clearhead.kernels.tiles import block_mask, find_tiles
+from clearhead.kernels.tiles import Tiles, block_mask, find_tiles, flex_side, pair_rule, strip_side
 
 __all__ = [
     "Packed",
     "Strip",
+    "Tiles",
     "best_device",
     "block_mask",
     "block_sparse_attention",
     "can_read",
     "capture",
     "find_tiles",
+    "flex_side",
     "gpu_kernels",
     "has_triton",
     "is_plain",
@@ -73,12 +75,14 @@ __all__ = [
     "packed_attention",
     "packed_product",
     "paged_attention",
+    "pair_rule",
     "prefers_flex",
     "product",
     "require_memory",
     "rows",
     "store",
     "strip_attention",
+    "strip_side",
     "takes_packed",
     "takes_strips",
     "text_attention",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
+import warnings
 from pathlib import Path
 
 from clearhead.kernels.native_library import cache_folder
@@ -17,6 +18,8 @@ def keep_compiled_code() -> None:
     from torch._functorch import config
 
     config.autograd_cache_allow_custom_autograd_functions = True
+    # A remark to torch's developers about a softmax over few numbers, as a classifier's.
+    warnings.filterwarnings("ignore", r"\s*Online softmax is disabled on the fly", UserWarning)
 
 
 def missing_for_compile() -> list[str]:

@@ -64,9 +64,10 @@ class BlockTableStruct(ctypes.Structure):
 class StepStruct(ctypes.Structure):
     _fields_ = [
         *((name, POINTER) for name in ("model", "tokens", "logits", "positions", "cos", "sin", "pool")),
-        *((name, BlockTableStruct) for name in ("own", "source")),
+        *((name, BlockTableStruct) for name in ("own", "source", "kept")),
         *((name, INT) for name in ("rows", "n_angles", "block")),
         *((name, INT) for name in ("block_stride", "layer_stride", "value_stride", "head_stride", "threads")),
+        ("stores_first", INT),
     ]
 
 
@@ -126,9 +127,13 @@ class DecodeStep:
         own: Table,
         source: Table,
         positions: PositionTables,
+        kept: Table | None = None,
+        stores_first: bool = False,
     ) -> Float[Tensor, "n V"]:
         """The logits after these tokens, whose keys and values are stored in the pool; each row's most likely next token
-        takes the place of its token. `own` counts the tokens before these; `source` is that of cross-attention."""
+        takes the place of its token. `own` counts the tokens before these; `source` is that of cross-attention. Self-attention
+        reads `kept`, if given: some whole blocks of `own`, this token's the last of them. With `stores_first`, rows may be
+        successive tokens of one text, whose keys are stored before any row attends."""
         step = self._step
         logits = torch.empty(len(tokens), self._n_logits)
         if pool is not self._pool:
@@ -140,7 +145,8 @@ class DecodeStep:
             step.n_angles = 0 if cos is None else cos.shape[1]
         step.tokens, step.logits = tokens.data_ptr(), logits.data_ptr()
         step.own, step.source = _block_table(own), _block_table(source)
-        step.rows, step.threads = len(tokens), torch.get_num_threads()
+        step.kept = BlockTableStruct() if kept is None else _block_table(kept)
+        step.rows, step.threads, step.stores_first = len(tokens), torch.get_num_threads(), stores_first
         native.decode_step(self._address)
         return logits
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from clearhead import limits
-from clearhead.kernels import tiles
 from clearhead.kernels.checks import has_forward_gradients, product_dtype
 from clearhead.kernels.tiles import Tiles
 
@@ -66,27 +65,27 @@ def takes_strips(like: Tensor, S: int) -> bool:
 
 def make_strips(found: Tiles, T: int, S: int, allowed: Ask, added: Ask | None) -> list[Strip]:
     """The tiles of a mask as strips, for all rows of a batch."""
-    some, every = found[0].any(0), found[1].all(0)
+    some, every, side = found.some.any(0), found.every.all(0), found.side
     strips: list[Strip] = []
     for n, (kept, full) in enumerate(zip(some.tolist(), (some & every).tolist(), strict=True)):
         # The full tiles first: only in the others pairs are asked for. A sum over keys has any order.
-        first = _runs(full, S)
-        runs = first + _runs([k and not f for k, f in zip(kept, full, strict=True)], S)
+        first = _runs(full, S, side)
+        runs = first + _runs([k and not f for k, f in zip(kept, full, strict=True)], S, side)
         if runs:
-            rows = slice(n * tiles.BLOCK, min((n + 1) * tiles.BLOCK, T))
+            rows = slice(n * side, min((n + 1) * side, T))
             strips.append(Strip(rows, runs, sum(run.stop - run.start for run in first), allowed, added))
     return strips
 
 
-def _runs(kept: list[bool], S: int) -> list[slice]:
+def _runs(kept: list[bool], S: int, side: int) -> list[slice]:
     """Neighbouring tiles as one slice of keys."""
     runs: list[slice] = []
     for n, keep in enumerate(kept):
         if keep:
-            start = n * tiles.BLOCK
+            start = n * side
             if runs and runs[-1].stop == start:
                 start = runs.pop().start
-            runs.append(slice(start, min((n + 1) * tiles.BLOCK, S)))
+            runs.append(slice(start, min((n + 1) * side, S)))
     return runs
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from clearhead.errors import InputError
 from clearhead.laws.finding import Finding
 from clearhead.training import Recipe
+from clearhead.training.metrics_log import read_repeatable
 
-CLOCKED = ("tokens_per_second", "utilisation", "seconds")  # metrics that differ from run to run
 PAUSE = 0.002  # seconds between two looks for the checkpoint
 
 
@@ -78,7 +78,6 @@ def compare_runs(alone: Path, resumed: Path, what: str) -> Finding:
 
 def outcome(folder: Path) -> dict[str, str]:
     """The hashes of what a run leaves: its weights, and its metrics without what a clock says."""
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [{name: value for name, value in json.loads(line).items() if name not in CLOCKED} for line in lines]
-    parts = {"weights": (folder / "model.safetensors").read_bytes(), "metrics": json.dumps(rows).encode()}
+    metrics = json.dumps(read_repeatable(folder)).encode()
+    parts = {"weights": (folder / "model.safetensors").read_bytes(), "metrics": metrics}
     return {name: hashlib.sha256(content).hexdigest()[:16] for name, content in parts.items()}

@@ -275,7 +275,7 @@ def choose_kernel(kernel: str, mask: Mask, T: int, S: int, like: Tensor, dropout
     """explicit, fused or flex. Flex pays only where whole blocks can be skipped, and knows no dropout."""
     if kernel == "auto":
         # A pattern only for whole texts: a step with a cache has another length each time, each of them a compilation.
-        sparse = bool(mask.documents) or (len(mask.patterns) > 0 and T == S) or 0 < mask.window <= S // 2
+        sparse = len(mask.documents) > 0 or (len(mask.patterns) > 0 and T == S) or 0 < mask.window <= S // 2
         return "flex" if sparse and dropout == 0 and kernels.prefers_flex(like, S) else "fused"
     if kernel not in ("explicit", "fused", "flex"):
         raise InputError(

@@ -28,7 +28,7 @@ def strips(mask: Mask, bias: Bias | None, T: int, S: int, like: Tensor) -> list[
     """What a pattern leaves, as strips of queries with the keys of each; None where there is none, or that does not run."""
     if not (len(mask.patterns) and kernels.takes_strips(like, S)) or (torch.is_grad_enabled() and _learned(bias)):
         return None
-    found = tiles(mask, T, S, like.device)
+    found = tiles(mask, T, S, like.device, kernels.strip_side(mask.patterns))
     added = None if bias is None else lambda rows, cols: bias_of(bias, mask, T, S, rows, cols, like.device)
     return kernels.make_strips(found, T, S, lambda rows, cols: mask.allowed(T, S, rows, cols, like.device), added)
 
@@ -37,6 +37,7 @@ def block_mask(mask: Mask, T: int, S: int, device: torch.device) -> BlockMask:
     """What a mask leaves, as flex_attention takes it."""
     position, documents = _pair_of(*mask.positions(T, S, device), in_order=mask.is_ordered), mask.numbers(T, S)
     place = _pair_of(*mask.places(T, S, device), in_order=mask.is_ordered and not documents)
+    rules = [kernels.pair_rule(p, max(T, S) if mask.queries is None else None, device) for p in mask.patterns]
 
     def allowed(b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         query, key = position(b, i, j)
@@ -47,18 +48,17 @@ def block_mask(mask: Mask, T: int, S: int, device: torch.device) -> BlockMask:
             ok = ok & ((key - query).abs() < mask.window)
         for asking, ids in documents:
             ok = ok & (asking[b % asking.shape[0], i] == ids[b % ids.shape[0], j])
-        for pattern in mask.patterns:
-            query, key = place(b, i, j)
-            ok = ok & pattern.keeps(query.long(), key.long())
+        for keeps in rules:
+            ok = ok & keeps(*place(b, i, j))
         return ok
 
-    return kernels.block_mask(tiles(mask, T, S, device), allowed, T, S)
+    return kernels.block_mask(tiles(mask, T, S, device, kernels.flex_side()), allowed, T, S)
 
 
-def tiles(mask: Mask, T: int, S: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def tiles(mask: Mask, T: int, S: int, device: torch.device, side: int) -> kernels.Tiles:
     """Which tiles hold any allowed pair, and which nothing else."""
     positions, numbers, places = mask.positions(T, S, device), mask.numbers(T, S), mask.places(T, S, device)
-    return kernels.find_tiles(positions, numbers, places, mask.patterns, causal=mask.causal, window=mask.window)
+    return kernels.find_tiles(positions, numbers, places, mask.patterns, mask.causal, mask.window, side)
 
 
 def _learned(bias: Bias | None) -> list[Tensor]:

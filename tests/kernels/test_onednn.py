@@ -68,7 +68,7 @@ def test_gradients_are_the_equations(seen: list[str], bias: Tensor | None, froze
 
 def test_gradients_have_gradients() -> None:
     def curvature(dtype: torch.dtype) -> Tensor:
-        x, w = X.to(dtype).requires_grad_(), W.to(dtype).requires_grad_()
+        x, w = X.to(dtype, copy=True).requires_grad_(), W.to(dtype, copy=True).requires_grad_()  # X, W are shared
         (slope,) = torch.autograd.grad(linear(x, w).pow(3).mean(), x, create_graph=True)
         return torch.autograd.grad(slope.square().sum(), w)[0].double()
 

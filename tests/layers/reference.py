@@ -1,12 +1,11 @@
-"""Attention written out naively: python loops, float64, masks and biases as questions about one pair of tokens.
+"""Masks and biases as questions about one pair of tokens, for the naive attention of clearhead/lessons/references.py.
 
-Shares no code with clearhead; only `Facts.mask` and `make_bias` build clearhead's own objects, to be compared.
+Shares no code with clearhead's layers; only `Facts.mask` and `make_bias` build clearhead's own objects, to be compared.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import and_
@@ -18,37 +17,11 @@ from clearhead.layers import masks
 from clearhead.layers.masks import Mask
 from clearhead.layers.positions import Bias
 from clearhead.layers.relative_positions import Alibi, RelativeBuckets
+from clearhead.lessons.references import BiasAt
 from clearhead.sparsity import Pattern
 
 # Sizes of every test here, all different: batch, heads, key heads, queries, keys, head width.
 B, H, K, T, S, E = 2, 6, 3, 7, 11, 5
-
-Pair = Callable[[int, int, int], bool]  # row of the batch, place of the query among the S keys, key: may it look?
-BiasAt = Callable[[int, int, int, int], Tensor]  # row, head, place of the query, key: what is added to the score
-
-
-def naive_attend(
-    q: Tensor, k: Tensor, v: Tensor, may: Pair, *, bias: BiasAt | None = None, scale: float | None = None
-) -> Tensor:
-    """softmax(q k^T * scale + bias) v, one query at a time; zeros where a query may look at nothing."""
-    B, H, T, E = q.shape
-    S, group = k.shape[2], H // k.shape[1]
-    scale = 1 / math.sqrt(E) if scale is None else scale
-    out = []
-    for b in range(B):
-        for h in range(H):
-            for t in range(T):
-                i = t + S - T  # the queries are the last T of the S
-                keys = [j for j in range(S) if may(b, i, j)]
-                if not keys:
-                    out.append(torch.zeros(E, dtype=q.dtype))
-                    continue
-                scores = torch.stack([q[b, h, t].dot(k[b, h // group, j]) for j in keys]) * scale
-                if bias is not None:
-                    scores = scores + torch.stack([bias(b, h, i, j) for j in keys])
-                weights = torch.exp(scores - scores.detach().max())
-                out.append(weights / weights.sum() @ v[b, h // group, keys])
-    return torch.stack(out).reshape(B, H, T, E)
 
 
 @dataclass

@@ -16,9 +16,10 @@ from clearhead.errors import InputError
 from clearhead.layers.attention import attend, attention_scores, attention_weights, choose_kernel, lower
 from clearhead.layers.masks import Mask, causal, documents, padding, sparse, window
 from clearhead.layers.relative_positions import Alibi, RelativeBuckets
+from clearhead.lessons import references
 
 from . import drawn
-from .reference import BIASES, Facts, H, K, S, T, make_bias, naive_attend, random_qkv
+from .reference import BIASES, Facts, H, K, S, T, make_bias, random_qkv
 
 pytestmark = pytest.mark.usefixtures("uncompiled_flex")
 
@@ -62,7 +63,7 @@ def test_shapes_are_checked_in_this_run() -> None:
 def test_kernels_are_the_equation(kernel: str, n_kv_heads: int, name: str) -> None:
     facts = MASKS[name]
     q, k, v = random_qkv(K=n_kv_heads)
-    expected = naive_attend(q, k, v, facts.may)
+    expected = references.attend(q, k, v, facts.may)
     torch.testing.assert_close(attend(q, k, v, facts.mask(), kernel=kernel), expected, **TIGHT)
 
 
@@ -80,7 +81,7 @@ def test_any_mask_with_any_bias(facts: Facts, queries: int, kind: str, scale: fl
     bias, bias_at = make_bias(kind, facts, T=queries)
     table = bias if isinstance(bias, Tensor) else bias.weight if isinstance(bias, RelativeBuckets) else None
     inputs = [q, k, v] if table is None else [q, k, v, table]
-    expected = naive_attend(q, k, v, facts.may, bias=bias_at, scale=scale)
+    expected = references.attend(q, k, v, facts.may, bias=bias_at, scale=scale)
     slopes = gradients(expected, inputs) if expected.requires_grad else [torch.zeros_like(x) for x in inputs]
     for kernel in TRAINED:
         out = attend(q, k, v, facts.mask(), bias=bias, scale=scale, kernel=kernel)
@@ -110,7 +111,7 @@ def test_smaller_floats(kernel: str, dtype: torch.dtype, atol: float, kind: str)
     bias, bias_at = make_bias(kind, facts)
     with torch.no_grad():
         out = attend(q, k, v, facts.mask(), bias=bias, kernel=kernel)
-        expected = naive_attend(q.double(), k.double(), v.double(), facts.may, bias=bias_at)
+        expected = references.attend(q.double(), k.double(), v.double(), facts.may, bias=bias_at)
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
 
@@ -121,7 +122,7 @@ def test_scores_are_not_rounded(kernel: str, dtype: torch.dtype, atol: float) ->
     """A score of 30 in bfloat16 is wrong by up to 0.06, its weight by 6 %: scores must be kept in float32."""
     q, k, v = random_qkv(dtype=dtype)
     q = q * 10
-    expected = naive_attend(q.double(), k.double(), v.double(), Facts().may)
+    expected = references.attend(q.double(), k.double(), v.double(), Facts().may)
     torch.testing.assert_close(attend(q, k, v, kernel=kernel).double(), expected, rtol=0, atol=atol)
 
 
@@ -184,7 +185,7 @@ def test_empty_rows_are_zero_in_flex(kind: str) -> None:
 def test_more_queries_than_keys(kernel: str, mask: Mask, may) -> None:
     """The last query stands with the last key, the first ones before all keys: causal ones see nothing."""
     q, k, v = random_qkv(T=13)
-    torch.testing.assert_close(attend(q, k, v, mask, kernel=kernel), naive_attend(q, k, v, may), **TIGHT)
+    torch.testing.assert_close(attend(q, k, v, mask, kernel=kernel), references.attend(q, k, v, may), **TIGHT)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from clearhead.errors import ConfigError
 from clearhead.layers.block import FeedForward
 from clearhead.layers.linear import ACTIVATIONS, make_norm
+from clearhead.lessons import references
 
 # float64 against float64, a dozen terms a sum
 TIGHT = dict(rtol=0, atol=1e-12)
 
-FORMULAS: dict[str, Callable[[float], float]] = {
-    "relu": lambda x: max(x, 0.0),
-    "gelu": lambda x: x * 0.5 * (1 + math.erf(x / math.sqrt(2))),
-    "gelu_tanh": lambda x: x * 0.5 * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
-    "silu": lambda x: x / (1 + math.exp(-x)),
-    "relu2": lambda x: max(x, 0.0) ** 2,
-}
-
-
-def apply(f: Callable[[float], float], x: Tensor) -> Tensor:
-    return torch.tensor([f(value) for value in x.flatten().tolist()], dtype=torch.float64).reshape(x.shape)
+FORMULAS = references.ACTIVATIONS
 
 
 def test_every_activation_is_tested() -> None:
@@ -39,7 +27,7 @@ def test_plain(activation: str, bias: bool) -> None:
     layer = FeedForward(d_model=7, d_ff=13, activation=activation, bias=bias).double()
     x = torch.randn(2, 3, 7, dtype=torch.float64)
     state = {"up.bias": torch.zeros(13), "down.bias": torch.zeros(7)} | layer.state_dict()
-    inner = apply(FORMULAS[activation], x @ state["up.weight"].T + state["up.bias"])
+    inner = references.activate(FORMULAS[activation], x @ state["up.weight"].T + state["up.bias"])
     torch.testing.assert_close(layer(x), inner @ state["down.weight"].T + state["down.bias"], **TIGHT)
     assert len(layer.state_dict()) == (4 if bias else 2)
 
@@ -55,7 +43,7 @@ def test_gated(activation: str, bias: bool) -> None:
     x = torch.randn(2, 3, 7, dtype=torch.float64)
     zeros = {"gate.bias": torch.zeros(13), "up.bias": torch.zeros(13), "down.bias": torch.zeros(7)}
     state = zeros | layer.state_dict()
-    gate = apply(FORMULAS[activation], x @ state["gate.weight"].T + state["gate.bias"])
+    gate = references.activate(FORMULAS[activation], x @ state["gate.weight"].T + state["gate.bias"])
     up = x @ state["up.weight"].T + state["up.bias"]
     torch.testing.assert_close(layer(x), (gate * up) @ state["down.weight"].T + state["down.bias"], **TIGHT)
     assert set(layer.state_dict()) == {
@@ -77,10 +65,8 @@ def test_layer_norm(eps: float, bias: bool) -> None:
     for parameter in norm.parameters():
         nn.init.normal_(parameter)
     x = torch.randn(2, 3, 7, dtype=torch.float64)
-    mean = x.sum(-1, keepdim=True) / 7
-    variance = ((x - mean) ** 2).sum(-1, keepdim=True) / 7
-    expected = (x - mean) / (variance + eps) ** 0.5 * norm.weight
-    torch.testing.assert_close(norm(x), expected + norm.bias if bias else expected, **TIGHT)
+    expected = references.layer_norm(x, norm.weight, norm.bias if bias else None, eps)
+    torch.testing.assert_close(norm(x), expected, **TIGHT)
     assert len(list(norm.parameters())) == (2 if bias else 1)
 
 
@@ -89,8 +75,7 @@ def test_rms_norm(eps: float) -> None:
     norm = make_norm("rms", 7, eps=eps).double()
     nn.init.normal_(norm.weight)
     x = torch.randn(2, 3, 7, dtype=torch.float64)
-    expected = x / ((x**2).sum(-1, keepdim=True) / 7 + eps) ** 0.5 * norm.weight
-    torch.testing.assert_close(norm(x), expected, **TIGHT)
+    torch.testing.assert_close(norm(x), references.rms_norm(x, norm.weight, eps), **TIGHT)
     assert [name for name, _ in norm.named_parameters()] == ["weight"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from clearhead.errors import ConfigError, InputError
 from clearhead.layers.positions import DistanceBias, Learned, Positions, Rotary, Sinusoidal, check_length, rotate
 from clearhead.layers.relative_positions import Alibi, RelativeBuckets
+from clearhead.lessons import references
 
 from .reference import alibi_slopes, t5_bucket
 
@@ -22,20 +22,11 @@ CPU = torch.device("cpu")
 FLOAT32 = dict(rtol=0, atol=1e-6)
 
 
-def paper_sinusoid(position: int, d: int) -> list[float]:
-    """Section 3.5, one number at a time."""
-    table = []
-    for i in range(d // 2):
-        angle = position / 10000 ** (2 * i / d)
-        table += [math.sin(angle), math.cos(angle)]
-    return table
-
-
 @pytest.mark.parametrize("d_model", [2, 14, 38])
 def test_sinusoids_are_the_papers(d_model: int) -> None:
     places = [0, 1, 7, 101, 5003, 100_003]
     table = Sinusoidal(d_model=d_model).table(torch.tensor(places))
-    torch.testing.assert_close(table, torch.tensor([paper_sinusoid(p, d_model) for p in places]), **FLOAT32)
+    torch.testing.assert_close(table, torch.tensor([references.sinusoid(p, d_model) for p in places]), **FLOAT32)
 
 
 def test_halves_hold_the_same_numbers_in_another_order() -> None:
@@ -73,7 +64,7 @@ def test_the_table_is_not_rounded_with_the_model() -> None:
     """A table kept as a buffer would be: bfloat16 can't even tell position 257 from 256."""
     positions = Sinusoidal(d_model=14).bfloat16()
     entered = positions.enter(torch.zeros(1, 3, 14, dtype=torch.bfloat16), torch.tensor([256, 257, 258]))
-    exact = torch.tensor([[paper_sinusoid(p, 14) for p in (256, 257, 258)]])
+    exact = torch.tensor([[references.sinusoid(p, 14) for p in (256, 257, 258)]])
     assert torch.equal(entered, exact.bfloat16())
 
 
@@ -95,14 +86,10 @@ def test_each_kind_answers_only_its_own_questions() -> None:
 
 
 def test_half_split_pairs_turn_as_complex_numbers() -> None:
-    """x_i + i x_(i + E/2), times exp(i pos base^(-2i/E))."""
     x, places = torch.randn(2, 3, 5, 14, dtype=torch.float64), torch.tensor([0, 1, 4, 9, 101])
-    first, second = x.chunk(2, -1)
-    angles = places[:, None] * 500.0 ** (-2 * torch.arange(7, dtype=torch.float64) / 14)
-    turned = torch.complex(first, second) * torch.exp(1j * angles)
     ours = rotate(x, Rotary(d_head=14, base=500.0).angles(places))
     # float32 angles up to 101, good to 101 * 2^-24
-    torch.testing.assert_close(ours, torch.cat([turned.real, turned.imag], -1), rtol=0, atol=4e-5)
+    torch.testing.assert_close(ours, references.turn(x, places, 500.0), rtol=0, atol=4e-5)
 
 
 def test_interleaved_pairs_turn_as_complex_numbers() -> None:

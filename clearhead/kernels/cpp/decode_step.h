@@ -85,7 +85,9 @@ struct Step {
     const float *positions, *cos, *sin;    // a row for each position: added to embeddings; angles of rotary pairs; or null
     float* pool;                           // keys and values: (block, layer, k or v, head, slot, d_head)
     BlockTable own, source;                // counts of `own` are the tokens before this one
+    BlockTable kept;                       // the blocks of `own` that a sparse pattern keeps whole, the last one last; or null
     i64 rows, n_angles, block, block_stride, layer_stride, value_stride, head_stride, threads;
+    i64 stores_first;  // rows may be successive tokens of one text: all their keys are stored before any row attends
 };
 
 inline Wide sigmoid(Wide x) {
@@ -229,7 +231,12 @@ class Decoder {
             else if (i == 0)
                 round(team, layer.self.qkv, x);
             project(team, layer.self.qkv, in);
-            team.for_each(s.rows * layer.self.kv_heads, [&](i64 task) { store_kv_and_attend(layer.self, i, task); });
+            const i64 tasks = s.rows * layer.self.kv_heads;
+            if (s.stores_first) team.for_each(tasks, [&](i64 task) { store_kv(layer.self, i, task); });
+            team.for_each(tasks, [&](i64 task) {
+                if (!s.stores_first) store_kv(layer.self, i, task);
+                attend(layer.self, i, task);
+            });
             add_to_stream(team, layer.self.out);
             if (m.has_cross) {
                 normalize(team, *norm++, layer.cross.qkv);
@@ -320,20 +327,26 @@ class Decoder {
         return {k, k + s.value_stride, s.block, m.d_head, s.block_stride, s.head_stride, s.block_stride, s.head_stride};
     }
 
-    // A task is one row and one key/value head: store the token's key and value, then attend with the query heads that share them.
-    void store_kv_and_attend(const Attention& a, i64 layer, i64 task) const {
-        const i64 row = task / a.kv_heads, kv = task % a.kv_heads, group = a.heads / a.kv_heads, count = s.own.counts[row];
-        const i64 d = m.d_head;
+    // A task is one row and one key/value head: here the token's key and value.
+    void store_kv(const Attention& a, i64 layer, i64 task) const {
+        const i64 row = task / a.kv_heads, kv = task % a.kv_heads, count = s.own.counts[row], d = m.d_head;
         const int32_t* table = s.own.table + row * s.own.width;
-        float* q = projected + row * a.qkv.n + kv * group * d;
         float *k = projected + row * a.qkv.n + (a.heads + kv) * d, *v = k + a.kv_heads * d;
         norm_and_rotate(a.k_norm, k, count);
-        for (i64 h = 0; h < group; h++) norm_and_rotate(a.q_norm, q + h * d, count);
         float* slot = s.pool + layer * s.layer_stride + table[count / s.block] * s.block_stride + kv * s.head_stride +
                       count % s.block * d;
         memcpy(slot, k, sizeof(float) * d);
         memcpy(slot + s.value_stride, v, sizeof(float) * d);
-        attend_paged(q, result + (row * a.heads + kv * group) * d, group, blocks(layer), kv, table, count + 1, m.window, a.scale);
+    }
+
+    // Here the query heads that share a key/value head.
+    void attend(const Attention& a, i64 layer, i64 task) const {
+        const i64 row = task / a.kv_heads, kv = task % a.kv_heads, group = a.heads / a.kv_heads, d = m.d_head;
+        float* q = projected + row * a.qkv.n + kv * group * d;
+        for (i64 h = 0; h < group; h++) norm_and_rotate(a.q_norm, q + h * d, s.own.counts[row]);
+        const BlockTable& read = s.kept.table ? s.kept : s.own;
+        attend_paged(q, result + (row * a.heads + kv * group) * d, group, blocks(layer), kv, read.table + row * read.width,
+                     read.counts[row] + 1, m.window, a.scale);
     }
 
     void norm_and_rotate(const Norm& norm, float* head, i64 position) const {

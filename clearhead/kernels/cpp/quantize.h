@@ -16,7 +16,7 @@ inline float as_half(float x) {
     return x;
 }
 
-// 32 weights as u * scale + least, u = 0 .. 15. Computes what Int4._search in quantization/integer.py does.
+// 32 weights as u * scale + least, u = 0 .. 15. Computes what `search` in quantization/int4_rounding.py does.
 struct Group {
     static constexpr int SIZE = 32, PARTS = SIZE / WIDE;
     Wide w[PARTS], u[PARTS];
