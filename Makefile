@@ -5,7 +5,7 @@ PIP_FLAGS ?= -qq
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-faults tools check bench format release clean compiler-needed page-packages
+.PHONY: help demo docs test test-fast test-gpu test-faults tools check bench format release clean compiler-needed page-packages
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,6 +21,10 @@ test: .venv/.installed page-packages ## Run all tests
 
 test-fast: .venv/.installed page-packages ## Run all tests but the slow ones, in about two minutes
 	@$(PYTEST) -m "not slow"
+
+# By the python that has a torch for this GPU, which is seldom the one of .venv.
+test-gpu: ## Run all tests that need a CUDA GPU, with a table at the end (GPU_PYTHON=python3 has torch and pytest)
+	@PYTHON=$(or $(GPU_PYTHON),$(PYTHON)) bash benchmarks/gpu/tests.sh
 
 test-faults: .venv/.installed ## Inject faults: the engine's events, the disk's calls, changed bytes, attacks on a server; print what was survived
 	@$(BIN)/python -m tests.faults.simulation
@@ -48,6 +52,10 @@ check: .venv/.installed node_modules/.installed ## Check format, lint, types, im
 	npm run --silent check
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/python -m pytest tests/test_arrows.py tests/test_public_names.py
+
+docs: .venv/.installed node_modules/.installed ## Build the site of docs/ into build/site/, with its experiments run
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "open build/site/index.html"
 
 bench: compiler-needed .venv-bench/.installed ## Measure speed and memory beside other libraries
 	@.venv-bench/bin/python benchmarks/run.py

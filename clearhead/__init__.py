@@ -19,7 +19,7 @@ from clearhead.version import __version__
 if TYPE_CHECKING:
     from clearhead.checkpoint import load, save
     from clearhead.config import Config, Generation
-    from clearhead.costs import cost
+    from clearhead.costs import cost, draw
     from clearhead.data import load_tokenizer, train_tokenizer
     from clearhead.errors import (
         CheckpointError,
@@ -55,6 +55,7 @@ _ROOMS = {
     "presets": "families",
     "probe": "inside",
     "cost": "costs",
+    "draw": "costs",
     "generate": "generation",
     "translate": "generation",
     "Recipe": "training",
@@ -77,6 +78,7 @@ __all__ = [
     "__version__",
     "build",
     "cost",
+    "draw",
     "find_recipe",
     "generate",
     "load",

@@ -33,3 +33,14 @@ def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
     body = "".join(line(row, "td") for row in rows)
     below = f"<small>{html.escape(note)}</small>" if note else ""
     return f"<div><b>{html.escape(title)}</b><table>{line(columns, 'th')}{body}</table>{below}</div>"
+
+
+def html_shaded(parts: Iterable[tuple[str, float | None, str]]) -> str:
+    """A text for a notebook, of parts with a share each: the larger, the darker its ground. None: no ground. The last is shown
+    under the pointer."""
+
+    def part(text: str, share: float | None, title: str) -> str:
+        ground = "" if share is None else f' style="background:rgba(0,150,136,{0.5 * share:.2f})"'
+        return f'<span{ground} title="{html.escape(title)}">{html.escape(text)}</span>'
+
+    return f'<div style="white-space:pre-wrap;font-family:monospace">{"".join(part(*each) for each in parts)}</div>'

@@ -14,12 +14,15 @@ The flex kernel compiles by itself, so a checked test that runs it asks for `unc
 
 Slow tests carry `@pytest.mark.slow`; `make test-fast` leaves them out.
 
+Network. A test that reaches for another machine fails (test_network.py): only this one, by its loopback addresses, may be reached.
+
 Tools. Tests that need Chromium, node or a C++ compiler are skipped without them, and the last line says so (tools.py).
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import jaxtyping
@@ -28,7 +31,7 @@ import torch
 from hypothesis import register_random, settings
 from torch.nn.attention import flex_attention
 
-from tests import tools
+from tests import network, tools
 
 if os.environ.get("CLEARHEAD_SHAPES") != "unchecked":
     jaxtyping.install_import_hook("clearhead", "beartype.beartype")
@@ -83,6 +86,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     skipped = tools.count_skips(reporter.stats.get("skipped", [])) if reporter is not None else None
     if skipped and tools.all_tools_needed() and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+sys.addaudithook(network.forbid)
+
+
+@pytest.fixture(autouse=True)
+def only_this_machine() -> Iterator[None]:
+    yield
+    found, network.reached[:] = list(network.reached), []
+    assert not found, found
 
 
 @pytest.fixture(autouse=True)

@@ -28,6 +28,8 @@ STEPS = [
     {"training"},
     {"laws"},
     {"exports"},
+    {"lessons"},
+    {"experiments"},
     {"explorer"},
     {"serving"},
     {"cli"},

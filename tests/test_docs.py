@@ -14,6 +14,7 @@ import pytest
 import typer
 
 from clearhead.cli import app
+from clearhead.cli.command_list import load_command
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -99,17 +100,20 @@ def words_after(program: str, line: str) -> list[str] | None:
 
 def check_clearhead(words: list[str]) -> str | None:
     """What is wrong with a clearhead command line; None: nothing."""
-    group = typer.main.get_command(app)
-    command = next((word for word in words if not word.startswith("-")), None)
-    known = {option for parameter in group.params for option in parameter.opts} | {"--help", "-h"}
-    if command is not None:
-        if command not in group.commands:
-            return f"there is no command {command!r}"
-        known |= {
-            option
-            for parameter in group.commands[command].params
-            for option in (*parameter.opts, *parameter.secondary_opts)
-        }
+    group, command, known = typer.main.get_command(app), None, set[str]()
+    for word in ("clearhead", *(word for word in words if not word.startswith("-"))):
+        if command is not None:
+            if word not in group.commands:
+                return f"there is no command {word!r}"
+            group = load_command(word) if group.name == "clearhead" else group.commands[word]
+        command = word
+        known = {option for parameter in group.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        if not hasattr(group, "commands"):  # what follows are arguments
+            break
+    known |= {option for parameter in typer.main.get_command(app).params for option in parameter.opts} | {
+        "--help",
+        "-h",
+    }
     wrong = [word for word in words if word.startswith("-") and word.partition("=")[0] not in known]
     return f"{command} has no option {wrong[0]}" if wrong else None
 
@@ -199,5 +203,8 @@ def test_wrong_commands_are_found() -> None:
     assert check_clearhead(["--help"]) is None
     assert check_clearhead(["prests"]) == "there is no command 'prests'"
     assert check_clearhead(["demo", "--wrong"]) == "demo has no option --wrong"
+    assert check_clearhead(["learn", "start", "attention", "--out", "x"]) is None
+    assert check_clearhead(["learn", "strat"]) == "there is no command 'strat'"
+    assert check_clearhead(["learn", "start", "--json"]) == "start has no option --json"
     assert words_after("clearhead", ".venv/bin/clearhead demo") == ["demo"]
     assert words_after("clearhead", "clearheaded demo") is None

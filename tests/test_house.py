@@ -25,7 +25,7 @@ HARDWARE = re.compile(
 )
 LONGEST = 60  # lines of a function
 # A flat list of routes or of command-line options.
-FLAT = {"cli/cost.py:run", "cli/generate.py:run", "cli/train.py:run"}
+FLAT = {"cli/cost.py:run", "cli/generate.py:run", "cli/serve.py:run", "cli/train.py:run"}
 
 
 def lines(file: Path) -> list[str]:
@@ -153,7 +153,7 @@ def test_no_function_is_long() -> None:
     assert found == []
 
 
-# The reader's path of docs/architecture.md.
+# The reader's path: docs/learn/afternoon.md, and a request's way in docs/architecture.md.
 
 
 def called(work: Callable[[], object]) -> set[Path]:
@@ -212,23 +212,35 @@ def test_one_token_on_the_cpu_is_followed_in_an_afternoon() -> None:
     files = decode_files("llama-3-8b")
     assert PACKAGE / "kernels" / "decode_step.py" in files, "the native step did not run"
     assert len(files) <= 25, sorted(str(file.relative_to(PACKAGE)) for file in files)
-    assert {str(file.relative_to(PACKAGE)) for file in files} <= set(dict(page_rows()))
+    assert {str(file.relative_to(PACKAGE)) for file in files} <= set(dict(page_rows(ARCHITECTURE)))
 
 
-def page_rows() -> list[tuple[str, str]]:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    return re.findall(r"^\| `([\w/.]+)` \| ([\d,]+) \|", page, re.M)
+AFTERNOON, ARCHITECTURE = ROOT / "docs" / "learn" / "afternoon.md", ROOT / "docs" / "architecture.md"
 
 
-def test_the_architecture_page_counts_right() -> None:
-    """Every row of the page that names a file and its lines is true, and the forward pass's sum."""
-    rows = page_rows()
+def page_rows(page: Path) -> list[tuple[str, str]]:
+    """The rows that name a file, or link to it, and its lines."""
+    return re.findall(r"^\| \[?`([\w/.]+)`\S* \| ([\d,]+) \|", page.read_text(encoding="utf-8"), re.M)
+
+
+@pytest.mark.parametrize("page", [AFTERNOON, ARCHITECTURE], ids=["afternoon", "architecture"])
+def test_the_pages_count_right(page: Path) -> None:
+    rows = page_rows(page)
     assert len(rows) >= 15
     assert {name: len(lines(PACKAGE / name)) for name, _ in rows} == {
         name: int(count.replace(",", "")) for name, count in rows
     }
-    total = sum(len(lines(file)) for file in forward_files("gpt2"))
-    assert f"That is {total:,} lines." in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def test_the_afternoon_is_the_core() -> None:
+    """Its tables name each file of the core but `__init__.py`, those of the forward pass first; the sum is right."""
+    forward = forward_files("gpt2")
+    names = [name for name, _ in page_rows(AFTERNOON)]
+    assert {PACKAGE / name for name in names[: len(forward)]} == forward
+    core = [str(file.relative_to(PACKAGE)) for file in core_files() if file.name != "__init__.py"]
+    assert sorted(names) == sorted(core)
+    total = sum(len(lines(file)) for file in forward)
+    assert f"That is {total:,} lines." in AFTERNOON.read_text(encoding="utf-8")
     core = sum(len(lines(file)) for file in core_files())
     claim = f"decoder is 8 files and {total:,} lines, all layers and models together {core:,},"
     assert claim in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -25,6 +25,7 @@ PUBLIC = [
     "__version__",
     "build",
     "cost",
+    "draw",
     "find_recipe",
     "generate",
     "load",

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import random
 import shutil
@@ -31,6 +30,7 @@ from typing import Any
 import torch
 
 from clearhead.training import Recipe, find_recipe, train
+from clearhead.training.metrics_log import read_repeatable
 
 CHANGES = (
     "os.rename",
@@ -39,7 +39,6 @@ CHANGES = (
     "os.mkdir",
     "os.truncate",
 )  # Python's own events; and "open", for writing
-CLOCKED = ("tokens_per_second", "utilisation", "seconds")  # differ from run to run
 
 
 def main() -> None:
@@ -157,9 +156,7 @@ def writes(arguments: tuple[Any, ...]) -> bool:
 
 def outcome(out: Path) -> tuple[bytes, list[dict[str, Any]]]:
     """What a run leaves: its weights' file, and its metrics without what a clock says."""
-    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [{name: x for name, x in json.loads(line).items() if name not in CLOCKED} for line in lines]
-    return (out / "model.safetensors").read_bytes(), rows
+    return (out / "model.safetensors").read_bytes(), read_repeatable(out)
 
 
 if __name__ == "__main__":

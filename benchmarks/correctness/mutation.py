@@ -3,127 +3,52 @@
     pip install -c constraints.txt -e ".[mutation]"
     python benchmarks/correctness/mutation.py --sample 500                      layers, sampling, engine, checkpoint
     python benchmarks/correctness/mutation.py --sample 40 --rooms sampling      one room
-    python benchmarks/correctness/mutation.py --sample 500 --show               only what is known so far, and the survivors
+    python benchmarks/correctness/mutation.py --only "sampling/strategy.py 17"  one mutant again
+    python benchmarks/correctness/mutation.py --show                            only what is known so far, and the survivors
 
 The mutants are those of mutmut: a number plus one, < for <=, `and` for `or`, an argument left out, None for a value, a string
-changed. A sample is drawn from the seed. Each mutant is written into a copy of the project, where the tests of its room and of
-those that use it run (without those marked slow, unless --slow), until one fails or the time is up. Only a test that fails counts
-as noticing; a mutant whose time is up is counted apart, as it may be an endless loop or a slow machine. Results are appended to a
-file: a run that is stopped goes on where it was.
+changed. Those that change only words for people are left out before the sample is drawn from the seed (mutants.py has the rule).
+Each mutant runs the tests that execute its lines, in a forked process, until one fails (mutation_server.py).
+
+Noticed: a test failed, the process crashed, or a test took more than ten times its usual time and ten seconds: an endless loop.
+Not noticed: all tests passed, those within --seconds passed, or none executes the line. Results are appended to a file: a run that
+is stopped goes on where it was. Needs Python 3.11. `--draw FILE` writes the sample, and `--mutants FILE` takes it on a machine
+that has no mutmut.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
-import functools
+import dataclasses
 import json
 import os
-import random
-import re
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-# The rooms, and the folders of tests that call what is in them.
-ROOMS = {
-    "layers": ["layers", "models"],
-    "sampling": ["sampling", "generation", "engine"],
-    "engine": ["engine", "generation", "faults"],
-    "checkpoint": ["checkpoint", "families", "training"],
-}
-# Only a GPU runs these; their tests need one.
-LEFT_OUT = ("engine/gpu_step.py", "engine/cuda_graphs.py")
+import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-@functools.cache
-def mutations_of(file: Path) -> tuple[Any, list[Any]]:
-    """The parsed file, and mutmut's mutations of its functions."""
-    from mutmut.mutation.file_mutation import create_mutations
+from benchmarks.correctness.mutants import ROOMS, ROOT, Mutant, draw
+from benchmarks.correctness.mutation_server import Server
 
-    module, mutations, *_ = create_mutations(str(file), file.read_text(encoding="utf-8"))
-    return module, [mutation for mutation in mutations if mutation.contained_by_top_level_function is not None]
-
-
-def mutant(file: Path, at: int) -> str:
-    """The file's text with one change."""
-    module, mutations = mutations_of(file)
-    return module.deep_replace(mutations[at].original_node, mutations[at].mutated_node).code
-
-
-def tests_of(file: Path, room: str) -> list[list[str]]:
-    """Test files in two groups: those that name the module, the likeliest to fail; the others of the room and its users."""
-    word = re.compile(rf"\b{file.stem}\b")
-    found = [test for folder in ROOMS[room] for test in sorted((ROOT / "tests" / folder).glob("test_*.py"))]
-    near = [test for test in found if word.search(test.read_text("utf-8"))]
-    groups = near, [test for test in found if test not in near]
-    return [[str(test.relative_to(ROOT)) for test in group] for group in groups if group]
-
-
-def run_tests(copy: Path, tests: list[str], seconds: float, slow: bool) -> str:
-    """killed, survived or timeout. In a forked process: torch is imported once."""
-    if (child := os.fork()) == 0:
-        os.setsid()
-        log = os.open(copy / "tests.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.chdir(copy)
-        sys.path.insert(0, str(copy))
-        import pytest
-
-        marks = [] if slow else ["-m", "not slow"]
-        os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *marks, *tests])))
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            code = os.waitstatus_to_exitcode(status)
-            return "survived" if code == 0 else "no tests" if code == 5 else "killed"
-        time.sleep(0.05)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return "timeout"
-
-
-def all_mutants(rooms: list[str]) -> list[tuple[str, int]]:
-    """Each mutant by its file and its number there."""
-    found: list[tuple[str, int]] = []
-    for room in rooms:
-        for file in sorted((ROOT / "clearhead" / room).glob("*.py")):
-            name = f"{room}/{file.name}"
-            if name not in LEFT_OUT and file.name != "__init__.py":
-                found += [(name, at) for at in range(len(mutations_of(file)[1]))]
-    return found
-
-
-def difference(name: str, at: int) -> str:
-    file = ROOT / "clearhead" / name
-    before, after = file.read_text(encoding="utf-8"), mutant(file, at)
-    lines = list(difflib.unified_diff(before.splitlines(), after.splitlines(), name, name, lineterm="", n=0))[2:]
-    return "\n".join(lines)
-
-
-def show(results: dict[str, str], chosen: list[tuple[str, int]]) -> None:
-    ends: Counter[str] = Counter()
-    by_room: dict[str, Counter[str]] = {}
-    for name, at in chosen:
-        if (end := results.get(f"{name} {at}")) is not None:
-            ends[end] += 1
-            by_room.setdefault(name.split("/")[0], Counter())[end] += 1
-            if end in ("survived", "no tests"):
-                print(f"{end}: {name} {at}\n{difference(name, at)}\n")
-    for room, counts in [*by_room.items(), ("all", ends)]:
-        caught = counts["killed"]
-        print(
-            f"{room}: {caught} of {counts.total()} mutants noticed ({caught / max(counts.total(), 1):.0%}): {dict(counts)}"
-        )
+# Tests of a server are left out: they wait for clocks, and would seem to notice what another process did to them.
+TESTS = (
+    "layers",
+    "models",
+    "sampling",
+    "engine",
+    "generation",
+    "checkpoint",
+    "families",
+    "quantization",
+    "faults",
+    "inside",
+)
+TESTS += ("kernels", "training", "laws", "costs")
+NOTICED = ("killed", "time limit", "crashed")
 
 
 def main() -> int:
@@ -131,67 +56,72 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rooms", nargs="+", choices=ROOMS, default=list(ROOMS))
-    parser.add_argument("--seconds", type=float, default=300, help="for the tests of one mutant")
+    parser.add_argument("--tests", nargs="+", default=[f"tests/{room}" for room in TESTS])
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--seconds", type=float, default=60, help="of the processor, for the tests of one mutant")
     parser.add_argument("--slow", action="store_true", help="also run the tests marked slow")
-    parser.add_argument("--results", type=Path, default=Path("mutation.jsonl"))
+    parser.add_argument("--only", nargs="+", default=[], metavar="MUTANT", help="these again")
+    parser.add_argument("--results", type=Path, default=Path("mutation"), help="a folder")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="write the sample; run nothing")
+    parser.add_argument("--mutants", type=Path, metavar="FILE", help="a sample that was drawn")
     parser.add_argument("--show", action="store_true", help="run nothing")
     args = parser.parse_args()
-    args.results = args.results.absolute()
+    for name in ("results", "draw", "mutants"):
+        if (path := getattr(args, name)) is not None:
+            setattr(args, name, path.absolute())
     os.chdir(ROOT)  # mutmut reads pyproject.toml there
-    every = all_mutants(args.rooms)
-    chosen = random.Random(args.seed).sample(every, min(args.sample, len(every)))
-    lines = args.results.read_text(encoding="utf-8").splitlines() if args.results.is_file() else []
-    results: dict[str, str] = {key: end for line in lines for key, end in json.loads(line).items()}
-    print(f"{len(every):,} mutants in {', '.join(args.rooms)}; {len(chosen)} drawn with seed {args.seed}", flush=True)
+    args.results.mkdir(parents=True, exist_ok=True)
+    if args.mutants:
+        stored = json.loads(args.mutants.read_text(encoding="utf-8"))
+        chosen, n_all, n_words = [Mutant(**one) for one in stored["mutants"]], stored["all"], stored["words"]
+    else:
+        chosen, n_all, n_words = draw(args.rooms, args.sample, args.seed)
+    print(
+        f"{n_all:,} mutants in {', '.join(args.rooms)}, without {n_words:,} of words; {len(chosen)} drawn", flush=True
+    )
+    if args.draw:
+        stored = {"all": n_all, "words": n_words, "mutants": [dataclasses.asdict(one) for one in chosen]}
+        args.draw.write_text(json.dumps(stored), encoding="utf-8")
+        return 0
+    log = args.results / "ends.jsonl"
+    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
+    ends = {one["mutant"]: one for one in map(json.loads, lines)}
     if not args.show:
-        run(args, [one for one in chosen if f"{one[0]} {one[1]}" not in results], results)
-    show(results, chosen)
+        again = [one for one in chosen if (one.name in args.only if args.only else one.name not in ends)]
+        run(args, again, log, ends)
+    show(chosen, ends)
     return 0
 
 
-GREEN: dict[tuple[str, ...], bool] = {}
-
-
-def is_green(copy: Path, tests: list[str], args: argparse.Namespace, target: Path, file: Path) -> bool:
-    """Whether these tests pass without a mutant; asked once. Those that do not can not notice one, and are left out aloud."""
-    if (key := tuple(tests)) not in GREEN:
-        mutated = target.read_text(encoding="utf-8")
-        shutil.copyfile(file, target)
-        GREEN[key] = run_tests(copy, tests, 10 * args.seconds, args.slow) in ("survived", "no tests")
-        target.write_text(mutated, encoding="utf-8")
-        if not GREEN[key]:
-            print(f"left out, as they fail without a mutant: {' '.join(tests)}: {copy / 'tests.log'}", flush=True)
-            print((copy / "tests.log").read_text(encoding="utf-8", errors="replace")[-800:], flush=True)
-    return GREEN[key]
-
-
-def run(args: argparse.Namespace, chosen: list[tuple[str, int]], results: dict[str, str]) -> None:
-    import torch  # once, for all tests
-
-    torch.set_num_threads(1)
+def run(args: argparse.Namespace, mutants: list[Mutant], log: Path, ends: dict[str, dict[str, str]]) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as made:
-        copy = Path(made) / "project"
-        names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
-        for name in names.decode().split("\0"):
-            if name and (ROOT / name).is_file():
-                (copy / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(ROOT / name, copy / name)
-        for number, (name, at) in enumerate(chosen, 1):
-            file = ROOT / "clearhead" / name
-            target = copy / "clearhead" / name
-            target.write_text(mutant(file, at), encoding="utf-8")
-            began = time.monotonic()
-            end = "no tests"
-            for tests in tests_of(file, name.split("/")[0]):
-                if end in ("survived", "no tests") and is_green(copy, tests, args, target, file):
-                    last, end = end, run_tests(copy, tests, args.seconds, args.slow)
-                    end = last if end == "no tests" else end
-            shutil.copyfile(file, target)
-            results[f"{name} {at}"] = end
-            with args.results.open("a", encoding="utf-8") as log:
-                log.write(json.dumps({f"{name} {at}": end}) + "\n")
-            print(f"{number} of {len(chosen)}: {end} in {time.monotonic() - began:.0f} s: {name} {at}", flush=True)
+    began = time.monotonic()
+
+    def ended(mutant: Mutant, end: str, by: str) -> None:
+        ends[mutant.name] = {"mutant": mutant.name, "end": end, "by": by}
+        with log.open("a", encoding="utf-8") as file:
+            print(json.dumps(ends[mutant.name]), file=file)
+        print(f"{time.monotonic() - began:.0f} s: {end}: {mutant.name} {by}", flush=True)
+
+    trace = args.results / "trace.json.gz"
+    server = Server(mutants, jobs=args.jobs, seconds=args.seconds, trace=trace, ended=ended)
+    marks = [] if args.slow else ["-m", "not slow"]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--continue-on-collection-errors", *marks]
+    pytest.main([*options, *args.tests], plugins=[server])
+
+
+def show(chosen: list[Mutant], ends: dict[str, dict[str, str]]) -> None:
+    by_room: dict[str, Counter[str]] = {}
+    for mutant in chosen:
+        if (one := ends.get(mutant.name)) is not None:
+            for room in (mutant.file.split("/")[0], "all"):
+                by_room.setdefault(room, Counter())[one["end"]] += 1
+            if one["end"] not in NOTICED:
+                print(f"{one['end']}: {mutant.show()}")
+    for room, counts in sorted(by_room.items(), key=lambda pair: pair[0] == "all"):
+        n = counts.total() - counts["not run"]
+        noticed = sum(counts[end] for end in NOTICED)
+        print(f"{room}: {noticed} of {n} mutants noticed ({noticed / max(n, 1):.1%}): {dict(counts)}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
     .venv-bench/bin/python benchmarks/cpu/decode.py                 kernels, then GPT-2 (124M, random weights)
     .venv-bench/bin/python benchmarks/cpu/decode.py --kernels       kernels alone
     .venv-bench/bin/python benchmarks/cpu/decode.py --batch 1 --rounds 9 --llama-bench llama.cpp/build/bin/llama-bench
+    .venv-bench/bin/python benchmarks/cpu/decode.py --prompt 512 --llama-bench ...     how fast a prompt is read
+    .venv-bench/bin/python benchmarks/cpu/decode.py --prompt 512 --model SmolLM2.gguf  the same, of a LLaMA in a file
 
 Contenders run in turns; GB/s counts the bytes that the weights are stored in.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -28,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import clearhead as ch
 from benchmarks.common.timing import how_timed, interleave
+from clearhead.exports import gguf_export
 from clearhead.kernels import native
 from clearhead.quantization.integer import Int4, Int8, quantize
 
@@ -100,6 +104,60 @@ def gpt2(rounds: int, shared: bool, batch: int, llama_bench: str | None) -> None
     for name in contenders:
         found = speeds[name][1:] if name in speeds else [batch * new / each for each in times[name]]
         print(f"{name:20} {statistics.median(found):7.1f} tokens/s (best {max(found):6.1f})")
+
+
+def read_prompt(rounds: int, shared: bool, length: int, model: str | None, llama_bench: str | None) -> None:
+    """The first token after a prompt of `length` tokens."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    threads, new = torch.get_num_threads(), 1
+    contenders: dict[str, Callable[[], object]] = {}
+    speeds: dict[str, list[float]] = {}  # of programs that time themselves
+    with tempfile.TemporaryDirectory() as folder:
+        theirs: Any = None
+        if model is None:
+            theirs = GPT2LMHeadModel(GPT2Config()).eval()
+            theirs.save_pretrained(folder)
+        for kind in ("fp32", "int8", "int4"):
+            ours: Any = ch.load(model or folder, quantize=None if kind == "fp32" else kind)
+            prompt = torch.randint(0, ours.config.vocab_size, (length,), generator=torch.Generator().manual_seed(0))
+            contenders[f"clearhead {kind}"] = functools.partial(
+                ch.generate, ours, [prompt.tolist()], max_new_tokens=new, eos=()
+            )
+        for kind in ("F32", "Q8_0", "Q4_0") if llama_bench else ():
+            file = Path(folder) / f"{kind}.gguf"
+            if model is None:
+                write_gguf(theirs, str(file), kind)
+            else:
+                gguf_export.write(ch.load(model), ch.load_tokenizer(model), file, kind)
+            name = f"llama.cpp {kind}"
+            speeds[name] = []
+            program = functools.partial(read_with_llama, str(llama_bench), str(file), threads, length)
+            contenders[name] = functools.partial(
+                lambda program, found: found.append(program(shared)), program, speeds[name]
+            )
+        times = interleave(contenders, rounds=rounds, shared=shared)
+    what = Path(model).stem if model else "GPT-2 124M"
+    print(f"{what}, a prompt of {length} tokens, {threads} threads, {how_timed(rounds, shared)}")
+    for name in contenders:
+        found = speeds[name][1:] if name in speeds else [length / each for each in times[name]]
+        print(f"{name:20} {statistics.median(found):7.1f} tokens/s (best {max(found):6.1f})")
+
+
+def read_with_llama(program: str, file: str, threads: int, length: int, shared: bool) -> float:
+    """Tokens a second; where CPU time counts, the difference between three readings and one, so that loading is left out."""
+    words = [program, "-m", file, "-t", str(threads), "-p", str(length), "-n", "0", "-o", "json", "-r"]
+
+    def seconds(readings: int) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([*words, str(readings)], capture_output=True, text=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        if shared:
+            return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        (found,) = json.loads(done.stdout)
+        return found["avg_ns"] / 1e9
+
+    return length / ((seconds(3) - seconds(1)) / 2 if shared else seconds(1))
 
 
 def in_ctranslate2(
@@ -204,12 +262,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--kernels", action="store_true", help="leave GPT-2 out")
     parser.add_argument("--batch", type=int, nargs="*", default=[], help="GPT-2 alone, with so many texts at once")
+    parser.add_argument("--prompt", type=int, help="the first token after so many, alone")
+    parser.add_argument("--model", help="with --prompt: a LLaMA in a file, instead of GPT-2's shape")
     parser.add_argument("--llama-bench", help="llama.cpp's program of that name, to be among the contenders")
     parser.add_argument("--shared", action="store_true", help="others use this computer too: one thread, CPU time")
     args = parser.parse_args()
     if args.shared:
         torch.set_num_threads(1)
+    if args.model and not args.prompt:
+        parser.error("--model is for --prompt; give both")
     with torch.inference_mode():
+        if args.prompt:
+            read_prompt(args.rounds, args.shared, args.prompt, args.model, args.llama_bench)
+            return
         if not args.batch:
             kernels(args.rounds, args.shared)
         for batch in args.batch or ([] if args.kernels else [1, 8, 32]):

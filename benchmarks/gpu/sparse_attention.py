@@ -1,4 +1,6 @@
-"""Sparse patterns on one GPU: a density of 1/8 beside dense attention at 32,768 tokens; a Longformer-like one from 8k to 128k.
+"""Sparse patterns on one GPU: a density of 1/8 beside dense attention at 32,768 tokens, also causal, and growth.
+
+The growth is that of a Longformer-like pattern from 8k to 128k tokens.
 
     python3 benchmarks/gpu/sparse_attention.py --out sparse.json --plot sparse.png
     python3 benchmarks/gpu/sparse_attention.py --device cpu --tiny          the same on a CPU, small, to see that it runs
@@ -73,9 +75,9 @@ class Bench:
             forward = self.median_ms(work)
         return {"forward ms": forward, "forward + backward ms": self.median_ms(both)}
 
-    def dense(self, T: int) -> dict[str, Any]:
+    def dense(self, T: int, is_causal: bool) -> dict[str, Any]:
         qkv, found = self.inputs(T), dict[str, Any]()
-        work = partial(F.scaled_dot_product_attention, *qkv)
+        work = partial(F.scaled_dot_product_attention, *qkv, is_causal=is_causal)
         if self.device.type == "cpu":
             return self.time(work, qkv)
         for name, backend in BACKENDS.items():
@@ -123,11 +125,12 @@ def measure(bench: Bench, seconds: float) -> dict[str, Any]:
     results: dict[str, Any] = {"agree": agree(bench)}
     print("agree", results["agree"], flush=True)
     eighth = Pattern.parse("block=128, window=1, n_random=1" if bench.tiny else EIGHTH)
-    results["dense"], results["eighth"] = bench.dense(T), bench.sparse(T, sparse(eighth))
-    results["eighth"]["share of dense"] = {
-        what: results["eighth"][what] / results["dense"][what] for what in ("forward ms", "forward + backward ms")
-    }
-    print(f"T = {T:,}", json.dumps({name: results[name] for name in ("dense", "eighth")}, indent=1), flush=True)
+    for suffix, mask in (("", sparse(eighth)), (", causal", causal() & sparse(eighth))):
+        dense, eighth_of = bench.dense(T, mask.causal), bench.sparse(T, mask)
+        shares = {what: eighth_of[what] / dense[what] for what in ("forward ms", "forward + backward ms")}
+        both = {f"dense{suffix}": dense, f"eighth{suffix}": eighth_of | {"share of dense": shares}}
+        results |= both
+        print(f"T = {T:,}", json.dumps(both, indent=1), flush=True)
     results["longformer"] = {}
     for T in (1024, 4096, 2048) if bench.tiny else (8192, 131_072, 32_768, 65_536, 16_384):
         if time.perf_counter() - bench.began > seconds:

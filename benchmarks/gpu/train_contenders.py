@@ -59,7 +59,7 @@ def ours(
     from clearhead.training.train_step import ForwardBackward, Update
 
     train = Train(lr=6e-4, compile=True, stream=stream, precision=precision)  # type: ignore[arg-type]
-    configure_torch(train)
+    configure_torch(train, torch.device("cuda"))
     autocast = bfloat16()
     set_residual_dtype(model, train, autocast)
     counts = [batch.pop("count") for batch in batches]

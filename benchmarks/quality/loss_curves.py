@@ -3,8 +3,11 @@
     python3 benchmarks/quality/loss_curves.py TEXT --steps 2000 --out benchmarks/results/loss_curves.json
     python3 benchmarks/quality/loss_curves.py --draw docs/pictures/loss_curves.png --out benchmarks/results/loss_curves.json
 
+    python3 benchmarks/quality/loss_curves.py TEXT --runs "not compiled":{0..3} "in two parts":{0..3} "float32 stream":{0..3}
+
 Every run is a run of `clearhead train`, in a process of its own. What differs between seeds is the noise that a difference between
-precisions is to be held against.
+precisions is to be held against. The last lines compare the first kind of run with the others, seed by seed: "in two parts" differs
+from "not compiled" by the order of sums alone, "float32 stream" is the same run compiled.
 """
 
 from __future__ import annotations
@@ -23,7 +26,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 KINDS = {
-    "float32 stream": ["train.precision=bfloat16"],
+    "float32 stream": ["train.precision=bfloat16", "train.stream=float32"],
+    "not compiled": ["train.precision=bfloat16", "train.stream=float32", "train.compile=false"],
+    # The same sums in another order: how far rounding alone takes a run.
+    "in two parts": [
+        *("train.precision=bfloat16", "train.stream=float32", "train.compile=false", "train.accumulate=2"),
+    ],
     "bfloat16 stream": ["train.precision=bfloat16", "train.stream=bfloat16"],
     "fp8": ["train.precision=fp8", "train.stream=bfloat16"],
 }
@@ -111,6 +119,31 @@ def show(table: dict[str, dict[str, Any]]) -> None:
         print(
             f"{name:24} {results['end']:12.4f} {far:+24.4f} {results['held_out']:10.4f} {results['tokens_per_second']:12,.0f}"
         )
+    for line in compare(table):
+        print(line)
+
+
+def compare(table: dict[str, dict[str, Any]]) -> list[str]:
+    """How far each kind of run ends from the first kind with the same seed, and how far seeds of the first kind are apart."""
+    kinds = list(dict.fromkeys(name.partition(":")[0] for name in table))
+    ends = {kind: {name: r for name, r in table.items() if name.partition(":")[0] == kind} for kind in kinds}
+    lines: list[str] = []
+    for what in ("end", "held_out"):
+        base = {name.partition(":")[2]: results[what] for name, results in ends[kinds[0]].items()}
+        if len(base) > 1:
+            lines.append(
+                f"{what}: seeds of {kinds[0]!r} have a standard deviation of {statistics.stdev(base.values()):.4f}"
+            )
+        for kind in kinds[1:]:
+            other = {name.partition(":")[2]: results[what] for name, results in ends[kind].items()}
+            far = [other[seed] - base[seed] for seed in other if seed in base]
+            if far:
+                spread = f", standard deviation {statistics.stdev(far):.4f}" if len(far) > 1 else ""
+                lines.append(
+                    f"{what}: {kind!r} above {kinds[0]!r} by {statistics.mean(far):+.4f} over {len(far)} seeds{spread}: "
+                    + ", ".join(f"{x:+.4f}" for x in far)
+                )
+    return lines
 
 
 def draw(file: Path, results: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ from clearhead.families.config_translation import Keys
 from clearhead.kernels import require_memory
 from clearhead.models import Model, build
 from clearhead.quantization import integer as quantized
+from clearhead.quantization.calibration import Calibration
 
 TORCH_FILES = (
     b"PK\x03\x04",
@@ -48,6 +49,7 @@ def load(
     device: torch.device | str | None = None,
     image_size: int | None = None,
     quantize: str | None = None,
+    calibrate: Calibration | None = None,
 ) -> Model:
     """The model at `path`, in eval mode.
 
@@ -58,10 +60,13 @@ def load(
     ones). On the CPU, weights that the file stores as the model needs them stay memory-mapped and are read when they are used: the
     file may be replaced, as `save` does, but nobody may write into it.
     `image_size` is for Vision Transformers: position embeddings are interpolated to images of that size. `quantize`, "int8" or
-    "int4", holds the weights in 8 or 4 bits, for inference only.
+    "int4", holds the weights in 8 or 4 bits, for inference only. `calibrate`, for int4: some texts as lists of ids, for which the
+    weights are rounded with the least loss.
     """
     if quantize not in (None, "int8", "int4"):
         raise InputError(f"quantize={quantize!r} is not known; {did_you_mean(quantize, ['int8', 'int4'])}")
+    if calibrate is not None and quantize is None:
+        raise InputError("calibrate=TEXTS is for quantize='int4'; got None; pass both, or none")
     try:
         target = torch.device(device or "cpu")
     except RuntimeError:
@@ -95,7 +100,7 @@ def load(
     bits, numbers = {"int8": 8, "int4": 4}[quantize], sum(parameter.numel() for parameter in model.parameters())
     smaller = "quantize='int4' takes half" if bits == 8 else "load a smaller model"
     require_memory(numbers * bits // 8, device or "cpu", f"{path} in {bits} bits", lambda free: smaller)
-    return quantized.quantize(model, quantize)
+    return quantized.quantize(model, quantize, calibrate=calibrate)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

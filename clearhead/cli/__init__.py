@@ -1,4 +1,4 @@
-"""The command line: one thin file per command. torch is imported only by commands that compute.
+"""The command line: one thin file per command, imported when it is called. torch is imported only by commands that compute.
 
 An error that a user can cause is printed in one line and exits with 1 (`--debug` shows the traceback); wrong usage exits with 2.
 """
@@ -12,61 +12,19 @@ from typing import Annotated
 
 import typer
 
-from clearhead.cli import (
-    check,
-    classify,
-    contacts,
-    cost,
-    demo,
-    doctor,
-    draw,
-    embed,
-    evaluate,
-    explore,
-    export,
-    generate,
-    presets,
-    serve,
-    train,
-    transcribe,
-    translate,
-    variants,
-)
-from clearhead.cli.examples import help_of
+from clearhead.cli.command_list import CommandList
 from clearhead.cli.option_names import spell_options
 from clearhead.errors import ClearheadError
 from clearhead.version import __version__
 
 app = typer.Typer(
     name="clearhead",
+    cls=CommandList,
     help="The Transformer as one library: build, train, run, serve and look inside.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-COMMANDS = (
-    presets,
-    demo,
-    train,
-    generate,
-    translate,
-    evaluate,
-    embed,
-    classify,
-    transcribe,
-    contacts,
-    variants,
-    cost,
-    draw,
-    explore,
-    serve,
-    check,
-    export,
-    doctor,
-)
-for command in COMMANDS:
-    name = command.__name__.rpartition(".")[2]
-    app.command(name, help=help_of(name, command.run.__doc__))(command.run)
 
 
 def _show_version(wanted: bool) -> bool:
@@ -96,7 +54,7 @@ def main() -> None:
     except ClearheadError as error:
         if os.environ.get("CLEARHEAD_DEBUG"):
             raise
-        print(f"clearhead: {spell_options(str(error), app)}", file=sys.stderr)
+        print(f"clearhead: {spell_options(str(error))}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("clearhead: stopped", file=sys.stderr)

@@ -21,6 +21,9 @@ ModelOption = Annotated[
     typer.Argument(metavar="MODEL", help="A preset (clearhead presets), a run's or model's folder, or a config.json."),
 ]
 Size = Annotated[str, typer.Option(metavar="SIZE", help="Memory of one device, such as 80GB or 80GiB.")]
+Change = Annotated[
+    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the config: n_layers=4.")
+]
 
 
 def run(
@@ -47,9 +50,7 @@ def run(
     parallel: Annotated[
         Literal["fsdp", "ddp"], typer.Option(help="Devices share weights and states (fsdp), or each has all (ddp).")
     ] = "fsdp",
-    change: Annotated[
-        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the config: n_layers=4.")
-    ] = None,
+    change: Change = None,
     memory: Size = "80GB",
     rate: Annotated[str, typer.Option(metavar="RATE", help="Operations a second of one device.")] = "400TFLOP/s",
     bandwidth: Annotated[str, typer.Option(metavar="RATE", help="Bytes that one device reads a second.")] = "3.3TB/s",

@@ -36,6 +36,7 @@ EXTRAS = {
     "constrain": "--regex, --json-schema, --choice",
     "export": "export to onnx and ctranslate2, and the check of what was written",
     "llamacpp": "the check of what is exported to gguf",
+    "executorch": "export to executorch, and the check of what was written",
     "sentencepiece": "tokenizers in SentencePiece's own format",
 }
 

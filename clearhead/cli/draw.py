@@ -1,4 +1,4 @@
-"""`clearhead draw`: a model's parts, from its config: as a table in the terminal, or as a picture."""
+"""`clearhead draw`: a model's parts, from its config: in the terminal, or as a picture."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from clearhead.cli.arguments import check_output
-from clearhead.cli.console import plain_table, wide_console, write_rows
-from clearhead.cli.cost import find_config
+from clearhead.cli.console import write_rows
+from clearhead.cli.cost import Change, find_config, read_changes
 
 
 def run(
@@ -20,26 +20,36 @@ def run(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE.svg", help="Write the drawing: it opens in a browser.")
     ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens for which operations are counted. Default: the model's longest.")
+    ] = None,
+    source_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the source, in an encoder-decoder.")
+    ] = None,
+    change: Change = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the parts as JSON.")] = False,
 ) -> None:
-    """Draw a model from its config: every part with its size and parameters. Nothing is loaded or built."""
+    """Draw a model from its config: every part with its size, parameters and operations. Nothing is loaded or built."""
     check_output("--out", out)
-    config = find_config(model, {})
-    from clearhead.explorer.diagram import draw_model, parts_of
+    config = find_config(model, read_changes(change))
+    from clearhead.costs import draw
 
-    parts = [part for stack in parts_of(config).values() for part in stack]
+    drawing = draw(config, length=length, source_length=source_length)
     if out is not None:
-        out.write_text(draw_model(config), encoding="utf-8")
+        drawing.save(out)
         typer.echo(f"wrote {out}", err=as_json)
-    rows: list[dict[str, Any]] = [
-        {"stack": part.stack, "part": part.name, "size": part.words, "layers": part.n, "parameters": part.params}
-        for part in parts
-    ]
     if as_json:
+        rows: list[dict[str, Any]] = [
+            {
+                "stack": part.stack,
+                "part": part.name,
+                "size": part.words,
+                "layers": part.n,
+                "parameters": part.params,
+                "operations": part.flops,
+            }
+            for part in drawing.parts
+        ]
         return write_rows(rows, "json")
-    table = plain_table("stack", "part", "size", "layers", "parameters", n_left=3)
-    for row in reversed(rows):  # as in the drawing: the input is below
-        table.add_row(*(f"{value:,}" if isinstance(value, int) else value for value in row.values()))
-    wide_console().print(table)
-    typer.echo(f"{sum(part.params for part in parts):,} parameters; read from the bottom up")
+    typer.echo(f"{drawing}\n{sum(part.params for part in drawing.parts):,} parameters; read from the bottom up")
     return None

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clearhead.cli.arguments import Device, ModelName, Quantize, find_device, find_model
+from clearhead.cli.arguments import (
+    Calibrate,
+    Device,
+    ModelName,
+    Quantize,
+    check_calibrate,
+    find_device,
+    find_model,
+    read_calibration,
+)
 from clearhead.errors import InputError
 
 if TYPE_CHECKING:
@@ -42,6 +51,7 @@ def run(
         ),
     ] = None,
     quantize: Quantize = None,
+    calibrate: Calibrate = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     device: Device = "auto",
 ) -> None:
@@ -51,6 +61,7 @@ def run(
     from clearhead.training.evaluation import evaluate_checkpoint
     from clearhead.training.metric_format import spell_metrics
 
+    check_calibrate(quantize, calibrate)
     path = find_model(model)
     config = open_checkpoint(path).config
     task = find_task(config)
@@ -62,9 +73,10 @@ def run(
         raise InputError(f"--beams {beams} is for a translator; {model!r} is measured as {task!r}; leave it out")
     recipe = evaluation_recipe(path, config, task, length=length, beams=beams or 4, device=find_device(device))
     recipe = recipe.with_files(files=files or [], source=source or [], target=target or []).with_set(set_ or [])
+    change = quantizer(quantize, read_calibration(calibrate, path)) if quantize else None
     with Display() as display:
         row = evaluate_checkpoint(recipe, display)
-        quantized = only_floats(evaluate_checkpoint(recipe, display, quantizer(quantize))) if quantize else None
+        quantized = only_floats(evaluate_checkpoint(recipe, display, change)) if change else None
     metrics = only_floats(row)
     if as_json:
         typer.echo(json.dumps(metrics if quantized is None else {**metrics, quantize: quantized}))
@@ -93,11 +105,11 @@ def only_floats(row: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in row.items() if isinstance(value, float)}
 
 
-def quantizer(kind: str) -> Callable[[nn.Module], object]:
+def quantizer(kind: str, calibrate: list[list[int]] | None = None) -> Callable[[nn.Module], object]:
     """A function that quantises a model in place, to "int8" or "int4"."""
     from clearhead.quantization.integer import quantize
 
-    return lambda model: quantize(model, kind)
+    return lambda model: quantize(model, kind, calibrate=calibrate)
 
 
 def print_comparison(metrics: dict[str, float], quantized: dict[str, float], kind: str) -> None:

@@ -35,7 +35,7 @@ EXAMPLES = {
         "clearhead cost gpt3-175b --length 2048",
         "clearhead cost gpt2 --measure --json",
     ),
-    "draw": ("clearhead draw gpt2 --out gpt2.svg", "clearhead draw gpt2 --json"),
+    "draw": ("clearhead draw gpt2 --out gpt2.svg", "clearhead draw gpt2 --set n_kv_heads=4 --set norm=rms --json"),
     "explore": (
         "clearhead explore MODEL 'The cat sat'",
         "clearhead explore MODEL 'The cat sat' --export page.html",
@@ -43,6 +43,12 @@ EXAMPLES = {
     "serve": ("clearhead serve MODEL --port 8000",),
     "check": ("clearhead check MODEL --text held-out.txt", "clearhead check --resume my.toml --steps 50"),
     "export": ("clearhead export MODEL --to onnx", "clearhead export MODEL --to gguf --type Q8_0 --out model.gguf"),
+    "learn": ("clearhead learn", "clearhead learn start attention", "clearhead learn check attention"),
+    "experiment": (
+        "clearhead experiment",
+        "clearhead experiment long-range",
+        "clearhead experiment embeddings --text book.txt --seeds 3",
+    ),
     "doctor": ("clearhead doctor", "clearhead doctor --json"),
 }
 

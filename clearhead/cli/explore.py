@@ -31,6 +31,12 @@ def run(
     export: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write one HTML file that needs neither server nor network.")
     ] = None,
+    live: Annotated[
+        bool,
+        typer.Option(
+            "--live", help="For --export: with the model inside (up to about 5 MB), so that the file computes any text."
+        ),
+    ] = False,
     port: Port = 0,
     no_open: Annotated[bool, typer.Option("--no-open", help="Print the address, and open no browser.")] = False,
     sites: Annotated[
@@ -51,6 +57,8 @@ def run(
 ) -> None:
     """Look inside a model: opens a page in the browser, served from this machine to this machine only."""
     check_options(sites, ablate, export, heads, bleu, as_csv, as_json)
+    if live and export is None:
+        raise InputError("--live is for --export, which it makes a file that computes by itself; add --export FILE")
     path, device = find_model(model), find_device(device)
     name = path.stem if path.is_file() else path.resolve().name
     form = "csv" if as_csv else "json" if as_json else "table"
@@ -63,7 +71,7 @@ def run(
 
         print_ablation(load_model(path, device), path, AblationInput(text, target, heads, bleu), form=form)
     elif export is not None:
-        write_page(path, name, text, target, device, export)
+        write_page(path, name, text, target, device, export, live=live)
     else:
         serve_page(path, name, text, target, device, port, opens=not no_open)
 
@@ -83,12 +91,16 @@ def check_options(
         raise InputError("--heads and --bleu are for --ablate; add it, or leave them out")
 
 
-def write_page(path: Path, name: str, text: str, target: str | None, device: str, file: Path) -> None:
-    from clearhead.explorer import export_page, tokenizer_of
+def write_page(
+    path: Path, name: str, text: str, target: str | None, device: str, file: Path, *, live: bool = False
+) -> None:
+    from clearhead.explorer import export_live_page, export_page, tokenizer_of
 
     check_output("--export", file)
     model = load_model(path, device)
-    page = export_page(model, tokenizer_of(path, model), text, target, name=name, path=path)
+    page = (export_live_page if live else export_page)(
+        model, tokenizer_of(path, model), text, target, name=name, path=path
+    )
     file.write_text(page, encoding="utf-8")
     typer.echo(f"{file}: {len(page.encode()) / 1e6:.1f} MB; opens in any browser, needs no network")
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def run(
     model: ModelName,
-    to: Annotated[Literal["hf", "onnx", "gguf", "ctranslate2"], typer.Option(help="The format.")],
+    to: Annotated[Literal["hf", "onnx", "gguf", "ctranslate2", "executorch"], typer.Option(help="The format.")],
     out: Annotated[
         Path | None, typer.Option(help="A new folder, or for gguf a file. Without: MODEL-FORMAT here, or MODEL.gguf.")
     ] = None,
@@ -35,7 +35,7 @@ def run(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Write a model for transformers, ONNX Runtime, llama.cpp or CTranslate2, and check it by running that program.
+    """Write a model for transformers, ONNX Runtime, llama.cpp, CTranslate2 or ExecuTorch, and check it by running that program.
 
     An export that its program computes differently is an error, and is not left behind.
     """

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from clearhead.cli.arguments import (
+    Calibrate,
     Device,
     ModelName,
     Quantize,
@@ -76,6 +77,20 @@ def run(
             "--slide", help="Write past the model's length: when it is full, go on from the text's last half."
         ),
     ] = False,
+    lookup: Annotated[
+        bool,
+        typer.Option(
+            "--lookup",
+            help="Draft what the text repeats: the same text, sooner where it edits, quotes or sums up the prompt.",
+        ),
+    ] = False,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SMALL",
+            help="A smaller model with the same tokenizer drafts: the same text, sooner if it is often right.",
+        ),
+    ] = None,
     scores: Annotated[
         bool, typer.Option("--scores", help="Print a line for each token instead, with its probability.")
     ] = False,
@@ -83,6 +98,7 @@ def run(
         int, typer.Option(min=0, max=100, help="The same, with this many of the likeliest tokens.")
     ] = 0,
     quantize: Quantize = None,
+    calibrate: Calibrate = None,
     device: Device = "auto",
 ) -> None:
     """Continue a prompt; the text is shown while it is generated."""
@@ -98,10 +114,12 @@ def run(
     options |= dict(repetition_penalty=repetition_penalty, presence_penalty=presence_penalty)
     options |= dict(frequency_penalty=frequency_penalty, no_repeat_ngram=no_repeat_ngram, min_new_tokens=min_new_tokens)
     check_sampling(options)  # before a model is loaded
-    options |= dict(max_new_tokens=max_new_tokens, seed=seed, truncate=truncate)
+    options |= dict(max_new_tokens=max_new_tokens, seed=seed, truncate=truncate, lookup=lookup)
     options |= dict(scored=scores or alternatives > 0, alternatives=alternatives)
     constraints = dict(regex=regex, json_schema=schema, choices=choice)
-    writer = make_writer(model, find_device(device), quantize, options, stop or [], constraints)
+    writer = make_writer(model, find_device(device), (quantize, calibrate), options, stop or [], constraints)
+    if draft is not None:
+        writer.options["draft"] = load_draft(draft, writer.tokenizer, find_device(device))
     if chat:
         run_chat(writer, system)
     elif slide:
@@ -130,25 +148,38 @@ def check_sampling(options: dict[str, Any]) -> None:
 def make_writer(
     name: str,
     device: str,
-    quantize: str | None,
+    weights: tuple[str | None, str | None],
     options: dict[str, Any],
     stops: list[str],
     constraints: dict[str, Any],
 ) -> TextWriter:
-    """Load the tokenizer and the decoder, and prepare what constrains the text."""
+    """Load the tokenizer and the decoder (`weights`: --quantize and --calibrate), and prepare what constrains the text."""
     from clearhead.generation.texts import check_stops, make_grammar
     from clearhead.models import Decoder
 
     path = find_model(name)
     tokenizer = load_tokenizer_of(path)
     stops = check_stops(stops, tokenizer)
-    decoder = load_model(path, device, quantize)
+    decoder = load_model(path, device, *weights)
     if not isinstance(decoder, Decoder):
         raise InputError(
             f"generate takes a decoder; {name!r} has shape={decoder.config.shape!r}; take a GPT or a LLaMA"
         )
     grammar = make_grammar(decoder, tokenizer, **constraints)
     return TextWriter(decoder, tokenizer, {**options, "stop": stops}, grammar)
+
+
+def load_draft(name: str, tokenizer: Tokenizer, device: str) -> Any:
+    """The model that drafts; InputError if its vocabulary is another one."""
+    path = find_model(name)
+    own = load_tokenizer_of(path)
+    if own.vocab != tokenizer.vocab:
+        raise InputError(
+            f"--draft {name!r} has another vocabulary than the model: {len(own.vocab)} tokens, and the model has "
+            f"{len(tokenizer.vocab)}, of which {len(own.vocab.items() & tokenizer.vocab.items())} are the same; take a model "
+            f"with the same tokenizer"
+        )
+    return load_model(path, device)
 
 
 def read_schema(given: str) -> str:
@@ -176,6 +207,7 @@ class TextWriter:
 
         `shown` is printed in front of it. `in_chat`: the ids are a conversation, and later calls continue the same one.
         """
+        from clearhead.engine.speculation import DRAFT_ROWS
         from clearhead.generation import Engine
         from clearhead.generation.engines import make_engine
         from clearhead.generation.texts import StoppingStream, follow, make_request, stream_of
@@ -186,7 +218,11 @@ class TextWriter:
         request = make_request(self.model, self.tokenizer, ids, grammar=self.grammar, **options)
         if self._engine is None:
             # In a chat the engine keeps the conversation so far, so that only the new part is computed.
-            self._engine = Engine(self.model, max_rows=1) if in_chat else make_engine(self.model, [request])
+            chat: dict[str, Any] = dict(
+                max_tokens=self.model.config.max_len,
+                max_rows=DRAFT_ROWS if request.lookup or request.draft is not None else 1,
+            )
+            self._engine = Engine(self.model, **chat) if in_chat else make_engine(self.model, [request])
         ticket = self._engine.submit(request)
         stops = self.options["stop"]
         # An answer is a text of its own; otherwise the text continues the prompt.

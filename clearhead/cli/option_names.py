@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import sys
 
-import typer
+from clearhead.cli.command_list import SUMMARIES, load_command
 
 
-def spell_options(message: str, app: typer.Typer, words: list[str] | None = None) -> str:
+def spell_options(message: str, words: list[str] | None = None) -> str:
     """The message with the names of the options of the command that was called (in `words`; by default, of this process)."""
-    commands = getattr(typer.main.get_command(app), "commands", {})
-    called = next((word for word in (sys.argv[1:] if words is None else words) if word in commands), None)
-    for param in commands[called].params if called else ():
+    called = next((word for word in (sys.argv[1:] if words is None else words) if word in SUMMARIES), None)
+    for param in load_command(called).params if called else ():
         flag = next((each for each in param.opts if each.startswith("--")), None)
         if flag is None:  # an argument
             continue

@@ -8,7 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
-from clearhead.cli.arguments import Device, Port, check_port, find_device, find_model
+from clearhead.cli.arguments import (
+    Calibrate,
+    Device,
+    Port,
+    check_calibrate,
+    check_port,
+    find_device,
+    find_model,
+    read_calibration,
+)
 from clearhead.errors import InputError, MissingExtraError
 
 
@@ -48,25 +57,49 @@ def run(
         typer.Option(help="Whether the page may measure speed. Without it: on this machine alone, and without keys."),
     ] = None,
     quantize: Annotated[str | None, typer.Option(help="Hold weights in fewer bits: int8 or int4.")] = None,
+    calibrate: Calibrate = None,
+    front_ends: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=64,
+            help="Processes that speak HTTP, apart from the model's; 0: none. Without it: by device and cores.",
+        ),
+    ] = None,
     device: Device = "auto",
 ) -> None:
     """Serve models over HTTP: /v1/completions, /v1/chat/completions, /v1/embeddings, /v1/translate, /v1/audio/transcriptions."""
     try:
-        from clearhead.serving.app import make_app
+        from clearhead.serving.front_ends import check_front_ends, default_front_ends
         from clearhead.serving.guards import LOCAL, Limits
-        from clearhead.serving.server import run_app
     except ImportError as error:
         raise MissingExtraError(f"serving needs {error.name}; install clearhead[serve]") from None
     api_keys, is_local = read_keys(keys), host in LOCAL
     check_access(host, is_local, api_keys)
     check_port(host, port)
-    options: dict[str, Any] = dict(device=find_device(device), quantize=quantize, max_tokens=max_tokens)
-    workers = load_workers(models, max_rows=max_texts, **options)
+    check_front_ends(front_ends)
+    check_calibrate(quantize, calibrate)
+    on = find_device(device)
+    options: dict[str, Any] = dict(device=on, quantize=quantize, max_tokens=max_tokens)
+    workers = load_workers(models, calibrate, max_rows=max_texts, warms_up=True, **options)
     host_names = (*(allow_host or []), *(() if is_local or host in ("0.0.0.0", "::") else (host,)))
     measures = is_local and not api_keys if measure is None else measure
     each_client: dict[str, Any] = dict(streams=streams, seconds=seconds, connections=connections, measures=measures)
-    app = make_app(workers, Limits(**each_client, hosts=host_names, keys=api_keys))
-    run_app(app, workers.values(), grace, host=host, port=port)
+    limits = Limits(**each_client, hosts=host_names, keys=api_keys)
+    n = default_front_ends(str(on)) if front_ends is None else front_ends
+    serve(workers, limits, grace, n, is_asked=bool(front_ends), host=host, port=port)
+
+
+def serve(workers: dict[str, Any], limits: Any, grace: float, front_ends: int, *, is_asked: bool, **place: Any) -> None:
+    """By front ends, or in one process. Nothing but decoders gains from front ends: others have them only if they are asked for."""
+    from clearhead.serving.app import make_app
+    from clearhead.serving.front_ends import run_front_ends
+    from clearhead.serving.server import run_app
+
+    if front_ends and (is_asked or any(worker.kind == "decoder" for worker in workers.values())):
+        run_front_ends(workers, limits, grace, front_ends, **place)
+    else:
+        run_app(make_app(workers, limits), workers.values(), grace, **place)
 
 
 def check_access(host: str, is_local: bool, keys: tuple[str, ...]) -> None:
@@ -77,13 +110,16 @@ def check_access(host: str, is_local: bool, keys: tuple[str, ...]) -> None:
         )
 
 
-def load_workers(models: list[str], **options: Any) -> dict[str, Any]:
+def load_workers(models: list[str], calibrate: str | None = None, **options: Any) -> dict[str, Any]:
     """A worker for each model, by its name, and a line about each."""
     from clearhead.quantization.model_weights import count_weights
     from clearhead.serving.model_worker import load_worker
 
     named = {name: find_model(path) for name, path in read_names(models).items()}
-    workers = {name: load_worker(path, name, **options) for name, path in named.items()}
+    workers = {
+        name: load_worker(path, name, calibrate=read_calibration(calibrate, path), **options)
+        for name, path in named.items()
+    }
     for each in workers.values():
         typer.echo(f"{each.name}: {each.kind}, {count_weights(each.model):,} parameters", err=True)
     return workers

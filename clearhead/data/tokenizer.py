@@ -6,6 +6,7 @@ import json
 import os
 import re
 import secrets
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,9 @@ from clearhead.errors import InputError, did_you_mean
 
 Side = Literal["left", "right"]
 ROLES = ("bos", "eos", "pad", "unk", "mask")
+
+# The field of tokenizer_config.json that holds the checksums of a tokenizer's files.
+CHECKSUMS = "checksums"
 
 # How SentencePiece vocabularies spell one raw byte.
 BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -137,6 +141,7 @@ class Tokenizer:
         # All five roles, also those that are null: a reader must not guess them from other files in the directory.
         config = {"tokenizer_class": kind, "clean_up_tokenization_spaces": False, **self._role_tokens()}
         config["chat_template"] = self.chat_template
+        config[CHECKSUMS] = checksums(files, config)
         files = {**files, "tokenizer_config.json": json.dumps(config, indent=2).encode()}
         for name, content in files.items():
             temporary = folder / f".{name}.{secrets.token_hex(8)}.tmp"
@@ -250,3 +255,10 @@ class TextStream:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, special=self._special)
+
+
+def checksums(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, int]:
+    """Of each file by its name, and of the fields of tokenizer_config.json."""
+    fields = {name: value for name, value in config.items() if name != CHECKSUMS}
+    content = {**files, "tokenizer_config.json": json.dumps(fields, sort_keys=True).encode()}
+    return {name: zlib.crc32(each) for name, each in content.items()}

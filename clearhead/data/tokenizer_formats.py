@@ -38,6 +38,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     for pattern, others, reader in _FORMATS:
         found = sorted(folder.glob(pattern)) if path.is_dir() else [path] if path.match(pattern) else []
         if found and all((folder / other).is_file() for other in others):
+            parts.check_checksums(found[0].parent)
             return reader(found[0])
     if path.is_file() and path.suffix in (".bin", ".pt", ".safetensors"):
         return load_tokenizer(folder)

@@ -12,7 +12,7 @@ from typing import Any, cast
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from clearhead.data.tokenizer import ROLES, Tokenizer
+from clearhead.data.tokenizer import CHECKSUMS, ROLES, Tokenizer, checksums
 from clearhead.errors import CheckpointError, ClearheadError, did_you_mean
 
 # More than any tokenizer file has, and little enough to read at once; a larger file is something else.
@@ -64,6 +64,26 @@ def read_json(path: Path) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise ValueError(f"{type(found).__name__} at the top, not an object")
         return cast("dict[str, Any]", found)
+
+
+def check_checksums(folder: Path) -> None:
+    """CheckpointError if a file of a tokenizer that we saved is not what was saved.
+
+    Other programs write no checksums, and their files are read as they are.
+    """
+    config = read_json(folder / "tokenizer_config.json")
+    if (saved := config.get(CHECKSUMS)) is None:
+        return
+    names = saved.keys() if isinstance(saved, dict) else []
+    files = [folder / name for name in names if name != "tokenizer_config.json" and Path(name).name == name]
+    found = checksums({file.name: read_bytes(file) if file.is_file() else b"" for file in files}, config)
+    if found != saved:
+        wrong = next((name for name in names if saved[name] != found.get(name)), "tokenizer_config.json")
+        raise CheckpointError(
+            f"{folder / wrong} is not what was saved: its checksum is {found.get(wrong)}, that of the saved file in "
+            f"tokenizer_config.json differs; copy the files again, or, if they were changed on purpose, remove the field "
+            f"{CHECKSUMS!r} from {folder / 'tokenizer_config.json'}"
+        )
 
 
 def read_vocab(path: Path) -> dict[str, int]:

@@ -71,6 +71,23 @@ def test_quantised(tmp_path: Path, kind: str) -> None:
     assert f"perplexity {row[kind]['perplexity'] / row['perplexity'] - 1:+.2%}" in lines[2]
 
 
+def test_quantised_for_a_text(tmp_path: Path) -> None:
+    quantized = pytest.importorskip("clearhead.quantization.integer")
+    model, tokenizer = make(tmp_path / "m", "gpt2", d_ff=32, d_model=32, d_head=16)
+    (tmp_path / "a.txt").write_text(TEXT)
+    (tmp_path / "b.txt").write_text("\n".join([TEXT] * 40))
+    ids = torch.tensor([[*tokenizer.encode(TEXT), tokenizer.eos]])
+    words = (tmp_path / "m", tmp_path / "a.txt", "--length", ids.shape[1] - 1, "--quantize", "int4")
+    found = measure(*words, "--calibrate", tmp_path / "b.txt")["int4"]["loss"]
+    quantized.quantize(model, "int4", calibrate=[tokenizer.encode("\n".join([TEXT] * 40))])
+    with torch.no_grad():
+        loss = F.cross_entropy(model(ids[:, :-1])[0], ids[0, 1:])
+    assert found == pytest.approx(float(loss), rel=1e-4)
+    assert found != measure(*words)["int4"]["loss"]
+    with pytest.raises(InputError, match="is for --quantize int4; got None"):
+        measure(tmp_path / "m", tmp_path / "a.txt", "--calibrate", tmp_path / "b.txt")
+
+
 def test_bleu_of_translations(tmp_path: Path) -> None:
     model, tokenizer = make(tmp_path / "m", "transformer-base")
     sources, targets = ["the cat sat", "one two three", "dogs ran"], ["the mat sat on", "one two", "the dogs"]

@@ -61,9 +61,17 @@ def test_a_page_is_written(folders: dict[str, Path], tmp_path: Path) -> None:
     assert "CLEARHEAD_ANSWERS" in file.read_text()
 
 
+def test_a_page_that_computes_is_written(folders: dict[str, Path], tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    found = explore(folders["gpt"], "the cat sat", "--export", file, "--live")
+    assert found.exit_code == 0, found.output
+    assert "CLEARHEAD_MODEL" in file.read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["the cat", "--live"], "add --export FILE"),
         (["--sites", "--ablate"], "--sites and --ablate are different things"),
         (["--csv"], "add --sites or --ablate"),
         (["x", "--ablate", "--csv", "--json"], "give one of them"),

@@ -45,9 +45,29 @@ def test_generate_writes_what_the_library_does(tmp_path: Path) -> None:
     greedy = tokenizer.decode(ch.generate(model, [ids], max_new_tokens=11)[0])
     assert run("generate", str(tmp_path), "the cat", "-n", "11", "--temperature", "0") == f"the cat{greedy}\n"
     drawn = tokenizer.decode(ch.generate(model, [ids], max_new_tokens=11, temperature=0.9, top_p=0.5, seed=7)[0])
-    options = ("-n", "11", "--temperature", "0.9", "--top-p", "0.5", "--seed", "7")
+    options = ("-n", "11", "--temperature", "0.9", "--top-p", "0.5", "--seed", "7", "--lookup")
     assert run("generate", str(tmp_path), "-", *options, stdin="the cat") == f"the cat{drawn}\n"
     assert greedy != drawn
+
+
+def test_a_draft_model_writes_the_same(tmp_path: Path) -> None:
+    model, tokenizer = make(tmp_path / "large", "gpt2")
+    make(tmp_path / "small", "llama-7b")
+    words = ("generate", str(tmp_path / "large"), "-n", "11", "--seed", "7")
+    drawn = tokenizer.decode(
+        ch.generate(model, [tokenizer.encode("the cat")], max_new_tokens=11, temperature=0.8, top_p=0.95, seed=7)[0]
+    )
+    assert run(*words, "the cat", "--draft", str(tmp_path / "small")) == f"the cat{drawn}\n"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save(tmp_path / "large")
+    assert run(*words, "--chat", "--draft", str(tmp_path / "small"), stdin="the cat\na dog\n") == run(
+        *words, "--chat", stdin="the cat\na dog\n"
+    )
+    ch.train_tokenizer(texts=["other words"] * 3, kind="bpe", vocab_size=280).save(tmp_path / "small")
+    with pytest.raises(
+        InputError, match=r"--draft .*small' has another vocabulary than the model: \d+ tokens, and the model"
+    ):
+        run(*words, "the cat", "--draft", str(tmp_path / "small"))
 
 
 def test_a_stop_ends_the_text_before_it(tmp_path: Path) -> None:
@@ -263,6 +283,26 @@ def test_quantised_weights(tmp_path: Path, kind: str) -> None:
     wanted = ch.generate(quantized.quantize(model, kind), [tokenizer.encode("the")], max_new_tokens=9)[0]
     text = run("generate", str(tmp_path), "the", "-n", "9", "--temperature", "0", "--quantize", kind)
     assert text == f"the{tokenizer.decode(wanted)}\n"
+
+
+def test_quantised_for_a_text(tmp_path: Path) -> None:
+    quantized = pytest.importorskip("clearhead.quantization.integer")
+    _, tokenizer = make(tmp_path, "gpt2")
+    sizes = dict(n_layers=2, d_model=64, n_heads=2, d_ff=96, max_len=61, vocab_size=tokenizer.vocab_size)
+    model = ch.build(ch.preset("gpt2", **sizes), seed=3).eval()
+    ch.save(model, tmp_path)
+    (tmp_path / "a.txt").write_text("\n".join(["the cat sat on the mat", "one two three four"] * 40) + "\n")
+    ids = tokenizer.encode((tmp_path / "a.txt").read_text().removesuffix("\n"))
+    wanted = ch.generate(
+        quantized.quantize(model, "int4", calibrate=[ids]), [tokenizer.encode("the")], max_new_tokens=9
+    )[0]
+    words = ("generate", str(tmp_path), "the", "-n", "9", "--temperature", "0")
+    assert (
+        run(*words, "--quantize", "int4", "--calibrate", str(tmp_path / "a.txt")) == f"the{tokenizer.decode(wanted)}\n"
+    )
+    for kind in ((), ("--quantize", "int8")):
+        with pytest.raises(InputError, match=r"--calibrate .*a\.txt' is for --quantize int4; got (None|int8)"):
+            run(*words, *kind, "--calibrate", str(tmp_path / "a.txt"))
 
 
 def test_ctrl_c_ends_the_line(

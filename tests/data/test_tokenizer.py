@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clearhead.data import Tokenizer, load_tokenizer, train_tokenizer
-from clearhead.errors import InputError
+from clearhead.errors import CheckpointError, InputError
 
 LINES = ["the cat sat on the mat", "größer 中文 🙂 12", "it's  two\n"] * 20
 KINDS = {
@@ -210,6 +210,13 @@ def test_a_file_may_not_truncate_or_pad(tmp_path: Path) -> None:
     found["padding"] = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
     found["padding"] |= {"pad_type_id": 0, "pad_token": "<pad>"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer\.json is not what was saved.*on purpose, remove.*'checksums'"
+    ):
+        load_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del config["checksums"]  # as the error says
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert load_tokenizer(tmp_path).encode("the cat sat") == KINDS["bpe"].encode("the cat sat")
 
 

@@ -4,8 +4,8 @@
 .venv/bin/python -m tests.faults.byte_flips --share 0.05 --seed 3 # some of them, drawn from this seed
 
 Files: a model's config.json and model.safetensors (header and numbers), a checkpoint of a run (state.json and tensors), a store of
-tokens. A byte is replaced by another one, drawn from the seed. What reads the same after it (a space for a line break in JSON) is
-counted as harmless.
+tokens, a tokenizer. A byte is replaced by another one, drawn from the seed. What reads the same after it (a space for a line break
+in JSON) is counted as harmless.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ import torch
 import clearhead as ch
 from clearhead.checkpoint import load, save
 from clearhead.checkpoint.run_checkpoint import describe
+from clearhead.data import load_tokenizer, train_tokenizer
 from clearhead.data.token_store import Store, StoreWriter
+from clearhead.data.tokenizer import ROLES
 from clearhead.errors import ClearheadError
 from clearhead.training.checkpoints import Checkpoints, State
 from clearhead.training.distributed import Processes
@@ -84,7 +86,17 @@ def store_files(folder: Path) -> tuple[list[Path], Read]:
     return sorted(folder.iterdir()), read
 
 
-KINDS = {"model": model_files, "checkpoint": checkpoint_files, "store": store_files}
+def tokenizer_files(folder: Path) -> tuple[list[Path], Read]:
+    train_tokenizer(texts=["a text of some words, and another text"], vocab_size=270).save(folder)
+
+    def read() -> Any:
+        found = load_tokenizer(folder)
+        return found.core.to_str(), [getattr(found, role) for role in ROLES], found.chat_template
+
+    return sorted(folder.iterdir()), read
+
+
+KINDS = {"model": model_files, "checkpoint": checkpoint_files, "store": store_files, "tokenizer": tokenizer_files}
 
 
 def flip_all(files: list[Path], read: Read, share: float, rng: random.Random) -> dict[str, Counter[str]]:

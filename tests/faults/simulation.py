@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -36,7 +36,8 @@ from clearhead.engine.request import Request, Ticket, Token
 from clearhead.engine.scheduler import SPARED, Scheduler
 from clearhead.errors import InputError
 from clearhead.sampling.strategy import Strategy
-from clearhead.serving.model_worker import BrokenError, ModelWorker
+from clearhead.serving.model_worker import ModelWorker
+from clearhead.serving.worker import BrokenError
 from tests.engine.test_engine import (
     MAX_LEN,
     assert_nothing_left,
@@ -61,7 +62,7 @@ class Event(NamedTuple):
 
 @dataclass
 class Reader:
-    """A client's end of a request; in the place of a `TokenChannel`, without an event loop."""
+    """A client's end of a request: a `Channel` without an event loop."""
 
     request: Request
     patience: int  # steps
@@ -69,20 +70,37 @@ class Reader:
     ticket: Ticket | None = None
     accepted: Future[Ticket] = field(default_factory=Future)
     arrived: list[Token | BaseException | None] = field(default_factory=list)
+    is_open: bool = True  # neither answered nor gone
     is_gone: bool = False
 
-    def call(self, function: Callable[..., object], *args: Any) -> None:
-        function(*args)
-
-    def put(self, token: Token | BaseException | None) -> None:
-        if self.is_gone or (self.arrived and not isinstance(self.arrived[-1], Token)):
-            raise ViolationError(f"{self.request.name} was answered already, and gets {token}")
-        self.arrived.append(token)
+    has_gone = False  # so that a request that was given up is submitted all the same
 
     @property
-    def is_open(self) -> bool:
-        is_refused = self.accepted.done() and self.accepted.exception() is not None
-        return not (self.is_gone or is_refused or (self.arrived and not isinstance(self.arrived[-1], Token)))
+    def home(self) -> object:
+        return id(self)
+
+    def accept(self, ticket: Ticket) -> None:
+        self.accepted.set_result(ticket)
+
+    def refuse(self, error: BaseException) -> None:
+        self.accepted.set_exception(error)
+        self.is_open = False
+
+    def leave(self) -> None:
+        self.is_gone, self.is_open = True, False
+
+    def fail(self, error: BaseException) -> None:
+        self.put(error)
+
+    def deliver(self, deliveries: Sequence[tuple[Any, Token | BaseException | None]]) -> None:
+        for _, token in deliveries:
+            self.put(token)
+
+    def put(self, token: Token | BaseException | None) -> None:
+        if not self.is_open:
+            raise ViolationError(f"{self.request.name} was answered already, and gets {token}")
+        self.arrived.append(token)
+        self.is_open = isinstance(token, Token)
 
 
 class Turns:
@@ -220,7 +238,7 @@ class Simulation:
         if self.readers:
             reader = rng.choice(self.readers[-12:])
             self.order(lambda: self.worker._forget(reader))
-            reader.is_gone = True
+            reader.leave()
 
     def step(self, rng: random.Random) -> None:
         self.clock += 1
@@ -228,7 +246,7 @@ class Simulation:
         for reader in self.readers:
             if reader.is_open and reader.patience < self.clock:
                 self.order(lambda reader=reader: self.worker._forget(reader))
-                reader.is_gone = True
+                reader.leave()
 
     def fail(self, rng: random.Random) -> None:
         """The model fails in this or one of the next calls."""
@@ -240,7 +258,8 @@ class Simulation:
     def check(self) -> None:
         check_memory(self.engine)
         ended = [reader for reader in self.readers if not reader.is_open]
-        self.readers = [reader for reader in self.readers if reader.is_open]
+        if ended:
+            self.readers = [reader for reader in self.readers if reader.is_open]
         for reader in ended:
             self.check_answer(reader)
         n_open = len({reader.request.name for reader in self.readers})
@@ -389,6 +408,8 @@ def main() -> int:
                 print(f"{failure}seed {seed} failed; again, with as few events as fail: {again}")
                 return 1
             reasons, failures = reasons + counts, failures + n
+            if (n_done := (seed - args.first + 1) * EVENTS) % 100_000 == 0:
+                print(f"engine: {n_done:,} events so far, no invariant broken", flush=True)
     shown = ", ".join(f"{n:,} {reason}" for reason, n in sorted(reasons.items()))
     print(
         f"engine: {n_seeds * EVENTS:,} events, seeds {seeds[0]} to {seeds[-1]}; {reasons.total():,} requests ({shown}); "

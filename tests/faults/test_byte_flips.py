@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults.byte_flips import KINDS, flip_all
 
-SHARES = {"model": 0.02, "checkpoint": 0.01, "store": 0.2}
+SHARES = {"model": 0.02, "checkpoint": 0.01, "store": 0.2, "tokenizer": 0.02}
 
 
 @pytest.mark.filterwarnings("ignore:the given buffer is not writable")

@@ -35,7 +35,7 @@ def faults(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
 def test_old_state_or_new(seed: str) -> None:
     ran = faults("--trials", "2", "--kills", "5", "--seed", seed)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
-    assert ran.stdout.count("old state or new") == 7
+    assert ran.stdout.count("old state or new") == 9
     assert "seed 1" in ran.stdout
 
 

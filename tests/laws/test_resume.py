@@ -27,7 +27,7 @@ def test_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
 def write_run(folder: Path, weights: bytes, loss: float, seconds: float) -> Path:
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(weights)
-    (folder / "metrics.jsonl").write_text(json.dumps({"loss": loss, "seconds": seconds}) + "\n")
+    (folder / "metrics.jsonl").write_text(json.dumps({"kind": "train", "loss": loss, "seconds": seconds}) + "\n")
     return folder
 
 

@@ -17,6 +17,7 @@ SPARSITY = [
     "block=3, window=1, n_random=2",
     "window=3, dilation=2, n_global=1",
     "block=2, window=1, stride=3, n_random=1, seed=7",
+    "block=16, window=1",
 ]
 BIASES = ["auto", "", "q", "kv", "qkv", "qvo", "o"]
 

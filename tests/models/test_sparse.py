@@ -197,3 +197,23 @@ def test_other_layouts_and_a_second_window_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ch.ClearheadError, match=r"no 'windows'; got 'windows=3'; did you mean 'window'"):
         ch.preset("gpt2", sparsity="windows=3")
     assert ch.preset("gpt2", sparsity="n_global=1 block=2").sparsity == "block=2, window=1, n_global=1"
+
+
+@pytest.mark.parametrize(
+    ("texts", "side"),
+    [
+        (["window=257, n_global=16"], 128),  # side by side: few, wide tiles
+        (["block=256, window=2, n_random=1"], 128),
+        (["block=64, window=2, n_random=1"], 64),
+        (["block=192, window=2, n_random=1"], 64),
+        (["block=8, stride=9"], 32),
+        (["stride=9"], 128),  # every tile holds some pair
+        (["block=64, n_random=1", "block=16, n_random=1"], 32),
+    ],
+)
+def test_tiles_are_no_wider_than_scattered_blocks(texts: list[str], side: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "BLOCK", 128)
+    assert kernels.strip_side([Pattern.parse(text) for text in texts]) == side
+    T, like = 512, torch.zeros(1, 1, 512, 4)
+    how = lower(sparse(texts[0]) if len(texts) == 1 else sparse(texts[0]) & sparse(texts[1]), None, T=T, S=T, like=like)
+    assert {strip.rows.stop - strip.rows.start for strip in how.strips} == {side}
