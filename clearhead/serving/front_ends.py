@@ -37,10 +37,10 @@ from clearhead.serving.guards import CLIENT, Limits
 from clearhead.serving.link import Link
 from clearhead.serving.metrics import Metrics
 from clearhead.serving.model_worker import ModelWorker
-from clearhead.serving.server import LATE_SECONDS, REFUSAL_SECONDS, check_engines, log_config
+from clearhead.serving.server import BACKLOG, LATE_SECONDS, REFUSAL_SECONDS, check_engines, log_config
 from clearhead.serving.service import Service
 from clearhead.serving.shared_counts import SharedTable
-from clearhead.serving.worker import Arrival, BrokenError, Channel, FullError
+from clearhead.serving.worker import Arrival, BrokenError, Channel, FullError, set_result
 
 log = logging.getLogger("clearhead.serving")
 
@@ -75,6 +75,7 @@ def run_front_ends(
         raise InputError(f"front ends are for decoders; got --front-ends {n} with {kinds}; leave it out")
     with ExitStack() as stack:
         listening = [[stack.enter_context(each) for each in own] for own in bind(host, port, n)]
+        address = listening[0][0].getsockname()
         counts = stack.enter_context(tempfile.TemporaryFile())
         table = SharedTable(counts.fileno(), secrets.token_bytes(16), 0, n)
         counts.truncate(table.n_bytes)
@@ -92,30 +93,47 @@ def run_front_ends(
             )
             processes.append(stack.enter_context(started(setup)))
             ends.append(stack.enter_context(ours))
-            theirs.close()
-        address = listening[0][0].getsockname()
+            for each in (theirs, *own):  # the front end's alone: when it has closed them, clients are refused at once
+                each.close()
         gc.freeze()  # as in the front ends
         asyncio.run(EnginesHost(workers, limits, grace).serve(ends, processes, address))
     check_engines(workers.values())
 
 
 def bind(host: str, port: int, n: int) -> list[list[socket.socket]]:
-    """For each of n processes a socket for each address of the host, all at one port."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    sockets: list[list[socket.socket]] = []
-    for _ in range(n):
-        own: list[socket.socket] = []
-        for family, kind, protocol, _, address in found:
-            one = socket.socket(family, kind, protocol)
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            if family == socket.AF_INET6:
-                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            one.bind((address[0], port, *address[2:]))
-            port = one.getsockname()[1]  # 0 stands for a free one, the same for all
-            own.append(one)
-        sockets.append(own)
+    """For each of n processes a socket for each address of the host, all at one port, which listen.
+
+    InputError if another program has the port. By SO_REUSEPORT alone two servers of one user would share it, and each get some of
+    the requests.
+    """
+    with ExitStack() as stack:  # closes them after an error
+        try:
+            places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for place in places:
+                with socket.socket(*place[:3]) as probe:
+                    bind_one(probe, place, port)
+            sockets = [[stack.enter_context(socket.socket(*place[:3])) for place in places] for _ in range(n)]
+            for own in sockets:
+                for one, place in zip(own, places, strict=True):
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                    bind_one(one, place, port)
+                    one.listen(BACKLOG)
+                    port = one.getsockname()[1]  # 0 stands for a free one, the same for all
+        except OSError as error:
+            raise InputError(
+                f"port {port} of {host} can not be listened on ({error.strerror}); choose another with --port; 0 takes a free one"
+            ) from None
+        stack.pop_all()
     return sockets
+
+
+def bind_one(one: socket.socket, place: Any, port: int) -> None:
+    """Bind a socket to an address that `socket.getaddrinfo` found, at this port."""
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if one.family == socket.AF_INET6:
+        one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+    address = place[4]
+    one.bind((address[0], port, *address[2:]))
 
 
 @contextlib.contextmanager
@@ -135,8 +153,9 @@ def started(setup: Setup) -> Generator[subprocess.Popen[bytes]]:
 class LinkChannel(Channel):
     """Carries tokens to a front end."""
 
-    def __init__(self, link: Link, number: int, request: Request) -> None:
-        self.home = self.link = link
+    def __init__(self, peer: Peer, number: int, request: Request) -> None:
+        self.peer, self.link = peer, peer.link
+        self.home = self.link
         self.number, self.request, self.began = number, request, time.perf_counter()
         self.is_plain = not (request.scored or request.alternatives)
 
@@ -162,7 +181,8 @@ class LinkChannel(Channel):
         self.link.send(("tokens", plain, scored, ends))
 
     def end(self, error: BaseException | None) -> Any:
-        """What a front end is told at the end of a text."""
+        """What a front end is told at the end of a text, which is forgotten here."""
+        self.peer.channels.pop(self.number, None)
         if error is None:
             assert self.ticket is not None
             return self.ticket.n_prompt, self.ticket.n_cached, self.ticket.reason
@@ -192,7 +212,7 @@ class Peer:
                 if number in self.passed:
                     self.passed[number][0].put_nowait(given)
             case ("metrics", number, families):
-                self.asked.pop(number).set_result(families)
+                set_result(self.asked.pop(number), families)
             case ("ready",):
                 self.is_ready = True
             case _:
@@ -205,10 +225,10 @@ class Peer:
         for _, task in self.passed.values():
             task.cancel()
         for future in self.asked.values():
-            future.set_result([])
+            set_result(future, [])
 
     def _submit(self, number: int, worker: ModelWorker, request: Request) -> None:
-        channel = LinkChannel(self.link, number, request)
+        channel = LinkChannel(self, number, request)
         try:
             worker.check_open()
         except BrokenError as error:
@@ -222,13 +242,17 @@ class Peer:
 
     def _prepare(self, worker: ModelWorker, channel: LinkChannel) -> None:
         """Submit a request with many biases. They are prepared here: in the engine's thread they would hold up everyone."""
-        if (engine := worker.engine) is not None:
-            channel.request = replace(channel.request, processor=engine.processors.get(channel.request))
+        try:
+            if (engine := worker.engine) is not None:
+                channel.request = replace(channel.request, processor=engine.processors.get(channel.request))
+        except Exception as error:  # such as an id that the vocabulary does not have
+            channel.refuse(error)
+            return
         worker.submit(channel)
 
     def _forget(self, number: int) -> None:
-        if number in self.channels:
-            worker, channel = self.channels.pop(number)
+        worker, channel = self.channels.pop(number, (None, None))
+        if worker is not None and channel is not None:  # else its text has ended
             worker.forget(channel)
 
     async def _run(self, number: int, client: str, scope: dict[str, Any], queue: asyncio.Queue[Any]) -> None:
@@ -314,8 +338,10 @@ class EnginesHost:
     async def _end(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         """Let the front ends finish, then stop the engines."""
         self.app.state.is_ending = True
-        for peer in self.peers:
+        for peer, process in zip(self.peers, processes, strict=True):
             peer.link.send(("end",))
+            if not peer.is_ready:  # it has no clients, and would not hear of the end before it has imported torch
+                process.kill()
         loop = asyncio.get_running_loop()
         for worker in self.workers.values():
             loop.call_later(self.grace, worker.stop)

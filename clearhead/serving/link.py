@@ -74,14 +74,13 @@ class Link:
             data = b""
         if not data:
             self.close()
-            self.ended()
+            self.loop.call_soon(self.ended)
             return
         self.partial += data
-        at = 0
-        while len(self.partial) - at >= HEAD:
-            end = at + HEAD + int.from_bytes(self.partial[at : at + HEAD], "big")
+        while len(self.partial) >= HEAD:
+            end = HEAD + int.from_bytes(self.partial[:HEAD], "big")
             if end > len(self.partial):
                 break
-            message, at = pickle.loads(memoryview(self.partial)[at + HEAD : end]), end
-            self.receive(message)
-        del self.partial[:at]
+            message = pickle.loads(memoryview(self.partial)[HEAD:end])
+            del self.partial[:end]
+            self.loop.call_soon(self.receive, message)  # each on its own: an error concerns no other message

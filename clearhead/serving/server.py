@@ -108,6 +108,7 @@ def make_config(app: FastAPI, grace: float, **options: Any) -> uvicorn.Config:
     timeout = int(grace) + REFUSAL_SECONDS
     # Uvicorn's access log holds paths and addresses; ours only routes and times.
     more: dict[str, Any] = dict(access_log=False, backlog=BACKLOG, timeout_graceful_shutdown=timeout, **options)
+    more |= dict(ws="none")  # no route has a websocket, and one would take its connection out of the table's sight
     return uvicorn.Config(app, log_config=log_config(), **more)
 
 

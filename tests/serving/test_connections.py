@@ -17,8 +17,10 @@ import httpx2 as httpx
 import pytest
 
 from clearhead.serving import connections, guards, log_limits
+from clearhead.serving.app import make_app
 from clearhead.serving.guards import Limits, network_of
 from clearhead.serving.log_limits import RepeatLimit
+from clearhead.serving.server import make_config
 from tests.serving.live_server import served_here
 
 ASK: dict[str, Any] = {
@@ -197,3 +199,13 @@ def test_a_repeated_line_is_counted(caplog: pytest.LogCaptureFixture) -> None:
         limit.tell()
     caplog.handler.removeFilter(limit)
     assert caplog.records[-1].getMessage() == "950 lines more like this: no room for %d"
+
+
+def test_no_websockets_whatever_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uvicorn takes any library for them that it finds, and hands the connection over: the table would count it for ever."""
+    from uvicorn.protocols.websockets import auto
+
+    monkeypatch.setattr(auto, "AutoWebSocketsProtocol", object)
+    config = make_config(make_app({}), 0.0)
+    config.load()
+    assert config.ws_protocol_class is None

@@ -8,29 +8,35 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2 as httpx
 import openai
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from clearhead.checkpoint import load
 from clearhead.errors import InputError
-from clearhead.serving.front_ends import check_front_ends, default_front_ends
+from clearhead.generation import Request, Strategy
+from clearhead.serving.front_ends import EnginesHost, Peer, bind, check_front_ends, default_front_ends
+from clearhead.serving.guards import Limits
 from clearhead.serving.link import Link
 from clearhead.serving.metrics import Summed
+from clearhead.serving.model_worker import ModelWorker
 from clearhead.serving.shared_counts import Counts, SharedTable
 from tests.serving.live_server import served
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="front ends share a port as only Linux can"
 )
+T = TypeVar("T")
 OPTIONS = ("--front-ends", "2", "--streams", "3", "--max-texts", "2", "--grace", "1")
 
 
@@ -67,6 +73,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("completions", dict(prompt="the cat", max_tokens=3, temperature=0, explain={"lens": True})),
     ("completions", dict(prompt="the cat", max_tokens=1000)),
     ("completions", dict(prompt="the cat", max_tokens=3, temprature=1)),
+    ("completions", dict(prompt="the cat", max_tokens=3, logit_bias={"99999": 1})),
     ("chat/completions", dict(messages=[dict(role="user", content="hello")], max_tokens=9, seed=1)),
     (
         "chat/completions",
@@ -164,11 +171,20 @@ def test_the_end_is_told(places: dict[str, Path]) -> None:
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
             lines = answer.iter_lines()
             next(lines)
+            # Else clients that come during the time of grace would wait for a socket that nobody accepts from.
+            assert [is_listening(pid) for pid in (process.pid, *children(process.pid))] == [False, True, True]
             process.send_signal(signal.SIGTERM)
             rest = list(lines)
         assert '"error"' in rest[-2] + rest[-1] or rest[-2] == "data: [DONE]"
         assert process.wait(30) == 0
         assert not children_left(process.pid)
+
+
+def is_listening(pid: int) -> bool:
+    """Whether a process holds a TCP socket that listens."""
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    listening = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
+    return any(os.readlink(file) in listening for file in Path(f"/proc/{pid}/fd").iterdir())
 
 
 def children_left(pid: int) -> bool:
@@ -232,6 +248,103 @@ def test_a_link_keeps_the_order_and_never_blocks() -> None:
         return received, there.is_open
 
     assert asyncio.run(run()) == (sent, False)
+
+
+def within_seconds(work: Coroutine[Any, Any, T]) -> T:
+    async def run() -> T:
+        return await asyncio.wait_for(work, 30)
+
+    return asyncio.run(run())
+
+
+def test_an_error_concerns_one_message_only() -> None:
+    async def run() -> tuple[list[int], list[str]]:
+        ours, theirs = socket.socketpair()
+        received, errors = list[int](), list[str]()
+
+        def receive(number: int) -> None:
+            received.append(number)
+            if number == 1:
+                raise ValueError("this one")
+
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(str(context["exception"])))
+        here, there = Link(ours, print, print), Link(theirs, receive, print)
+        for number in range(4):
+            here.send(number)
+        while len(received) < 4:
+            await asyncio.sleep(0.01)
+        here.send(4)
+        while len(received) < 5:
+            await asyncio.sleep(0.01)
+        here.close()
+        there.close()
+        return received, errors
+
+    assert within_seconds(run()) == ([0, 1, 2, 3, 4], ["this one"])
+
+
+def test_the_engines_forget_a_text_that_has_ended(places: dict[str, Path]) -> None:
+    """Written to its end, refused by the engine, and refused before: each is told, and nothing of it stays."""
+
+    async def run() -> dict[int, Any]:
+        worker = ModelWorker("gpt", load(places["gpt"]), None, max_tokens=600)
+        host, told = EnginesHost({"gpt": worker}, Limits(), 0.0), dict[int, Any]()
+
+        def receive(message: Any) -> None:
+            told.update(message[3])
+
+        ours, theirs = socket.socketpair()
+        peer, front = Peer(host, ours), Link(theirs, receive, print)
+        biased = Strategy(logit_bias={99999: 1.0})
+        requests = [
+            Request(prompt=[5], max_new_tokens=3, eos=()),
+            Request(prompt=[5], max_new_tokens=9999),
+            Request(prompt=[5], strategy=biased),
+            Request(prompt=[5], scored=True, max_new_tokens=2, eos=()),
+        ]
+        for number, request in enumerate(requests):
+            front.send(("submit", number, "gpt", request))
+        while len(told) < 4:
+            await asyncio.sleep(0.01)
+        assert not peer.channels
+        worker.stop()
+        worker.close()
+        front.close()
+        peer.link.close()
+        return told
+
+    told = within_seconds(run())
+    assert (told[0], told[3]) == ((1, 0, "length"), (1, 0, "length"))
+    assert [type(told[at]) for at in (1, 2)] == [InputError, InputError]
+
+
+def test_a_port_belongs_to_one_server() -> None:
+    """Two that are started at once both find it free; SO_REUSEPORT would let them share it."""
+    sockets = bind("127.0.0.1", 0, 2)
+    port = sockets[0][0].getsockname()[1]
+    assert [one.getsockname()[1] for own in sockets for one in own] == [port, port]
+    with pytest.raises(
+        InputError, match=rf"port {port} of 127.0.0.1 can not be listened on \(Address already in use\)"
+    ):
+        bind("127.0.0.1", port, 1)
+    for (one,) in sockets:
+        one.close()
+    for (one,) in bind("127.0.0.1", port, 2):
+        one.close()
+
+
+def test_an_end_before_the_start_waits_for_nobody() -> None:
+    """A front end that is not ready yet, here one that never will be, is not awaited for the time of grace."""
+
+    async def run() -> list[int | None]:
+        host, pair = EnginesHost({}, Limits(), 60.0), socket.socketpair()
+        with pair[1], subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+            asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGTERM)
+            await host.serve([pair[0]], [process], ("127.0.0.1", 0))
+            host.peers[0].link.close()
+            return [process.poll()]
+
+    assert within_seconds(run()) == [-signal.SIGKILL]
 
 
 def test_counts_of_several_processes() -> None:
