@@ -234,7 +234,7 @@ class TextWriter:
             self._engine = None  # it may have been interrupted in the middle of a step
             if not (in_chat and sys.stdin.isatty()):
                 raise
-        if ticket.reason == "length":
+        if ticket.reason == "length" and stream.stop is None:
             self._explain_end(limit, asked=asked is not None)
         return "".join(written)
 

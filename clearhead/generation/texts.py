@@ -74,8 +74,10 @@ def write_texts(
     step = eval_step(engine)
     while engine.is_busy:
         for ticket, token in step():
-            raise_failure(ticket)
             stream = streams[id(ticket)]
+            if stream.stop is not None:
+                continue  # a token of the same step has ended the text
+            raise_failure(ticket)
             written[id(ticket)] += stream.finish() if token is None else stream.push(token.id)
             tokens[id(ticket)] += [] if token is None else [token]
             if stream.stop is not None:

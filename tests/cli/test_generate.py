@@ -78,6 +78,23 @@ def test_a_stop_ends_the_text_before_it(tmp_path: Path) -> None:
     assert text == f"a dog{whole[: whole.index(stop)]}\n"
 
 
+def test_a_text_that_a_stop_ended_is_not_said_to_be_cut(tmp_path: Path) -> None:
+    """Also where the stop is complete with the last token that fits."""
+    model, tokenizer = make(tmp_path, "gpt2")
+    ids = tokenizer.encode("the cat")
+    words = ("generate", str(tmp_path), "the cat", "--temperature", "0.9")
+    for seed in map(str, range(20)):
+        whole = run(*words, "--seed", seed)
+        assert "ended after" in whole
+        new = ch.generate(model, [ids], max_new_tokens=61 - len(ids), temperature=0.9, top_p=0.95, seed=int(seed))[0]
+        last = tokenizer.decode(new[-1:])
+        if last.isascii() and last.strip() and tokenizer.decode(new).count(last) == 1:
+            break
+    else:
+        raise AssertionError("no text ends with a piece that is nowhere else in it")
+    assert "ended after" not in run(*words, "--seed", seed, "--stop", last)
+
+
 def test_a_prompt_that_is_too_long(tmp_path: Path) -> None:
     model, tokenizer = make(tmp_path, "gpt2")
     long = "the cat " * 40

@@ -209,6 +209,24 @@ def test_the_words_of_the_library() -> None:
     assert write_texts(writer, tokenizer, ["the cat", "the mat"], max_new_tokens=9, draft=helper) == texts
 
 
+@pytest.mark.usefixtures("eager")
+def test_a_stop_text_may_stand_in_a_draft() -> None:
+    """The tokens behind it, of the same step, belong neither to the text nor to its tokens."""
+    tokenizer = ch.train_tokenizer(texts=["the cat sat on the mat"] * 9, kind="bpe", vocab_size=300)
+    model, sampled = decoder("llama", vocab_size=tokenizer.vocab_size), dict[str, Any](temperature=0.4, seed=1)
+    sampled |= dict(max_new_tokens=22, return_scores=True)
+    (whole,) = write_texts(model, tokenizer, ["the mat"], **sampled)
+    stops = {token.name for token in whole.tokens if token.name in whole.text}
+    assert len(stops) > 5
+    for stop in stops:
+        found, expected = (
+            write_texts(model, tokenizer, ["the mat"], stop=[stop], draft=draft, **sampled)[0]
+            for draft in (make_copy(model), None)
+        )
+        assert found.text == expected.text
+        assert [token.name for token in found.tokens] == [token.name for token in expected.tokens]
+
+
 # How much is drafted.
 
 
