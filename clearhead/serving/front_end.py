@@ -175,10 +175,12 @@ class FrontEnd:
         """The engines' process has gone."""
         self.break_workers()
         for queue in self.passed.values():
-            queue.put_nowait(BrokenError("the engines' process has gone"))
+            queue.put_nowait(BrokenError(BROKEN))
 
     async def pass_on(self, scope: Scope, receive: Receive, send: Send, body: bytes | None = None) -> None:
         """Let the engines' process answer a request. `body`: what was received of it already, which is all."""
+        if not self.link.is_open:
+            raise BrokenError(BROKEN)
         number, arrived = next(self.numbers), asyncio.Queue[Any]()
         self.passed[number] = arrived
         self.link.send(("pass", number, CLIENT.get(), {name: scope[name] for name in SCOPE if name in scope}))

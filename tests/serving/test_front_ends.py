@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from clearhead.checkpoint import load
 from clearhead.errors import InputError
 from clearhead.generation import Request, Strategy
+from clearhead.serving.front_end import FrontEnd, Setup
 from clearhead.serving.front_ends import EnginesHost, Peer, bind, check_front_ends, default_front_ends
 from clearhead.serving.guards import Limits
 from clearhead.serving.link import Link
@@ -316,6 +317,27 @@ def test_the_engines_forget_a_text_that_has_ended(places: dict[str, Path]) -> No
     told = within_seconds(run())
     assert (told[0], told[3]) == ((1, 0, "length"), (1, 0, "length"))
     assert [type(told[at]) for at in (1, 2)] == [InputError, InputError]
+
+
+def test_nobody_waits_for_engines_that_have_gone() -> None:
+    """Neither a request that was passed on before, nor one that comes until the front end has ended, too."""
+
+    async def run() -> list[int]:
+        with tempfile.TemporaryFile() as file:
+            table, (ours, theirs) = SharedTable(file.fileno(), b"secret", 0, 1), socket.socketpair()
+            file.truncate(table.n_bytes)
+            front = FrontEnd(Setup({}, Limits(), table, ours.detach(), (), 0.0))
+            front.connect()
+            async with httpx.AsyncClient(
+                transport=httpx.ASGITransport(front.app), base_url="http://localhost"
+            ) as client:
+                waiting = asyncio.create_task(client.get("/metrics"))
+                while not front.passed:
+                    await asyncio.sleep(0.01)
+                theirs.close()
+                return [(await waiting).status_code, (await client.get("/metrics")).status_code]
+
+    assert within_seconds(run()) == [503, 503]
 
 
 def test_a_port_belongs_to_one_server() -> None:
