@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from clearhead.config import Config
@@ -50,6 +51,22 @@ def make_pass(model: nn.Module, calibrate: Calibration) -> Callable[[Any], objec
     return lambda model: model(rows.to(example_weight(model).device))
 
 
+def second_moments(x: Float[Tensor, "n D"]) -> Float[Tensor, "D D"]:
+    """The mean of x x^T over n inputs, its correlations made smaller where there are too few inputs to know them.
+
+    Else weights would move freely in the directions that these few leave out. Schäfer and Strimmer (2005) estimate which share of
+    the correlations is chance, from how much each varies over the inputs; with many inputs it is nearly nothing.
+    """
+    found, n = x.T @ x / len(x), len(x)
+    standard = x / found.diagonal().sqrt().clamp(min=torch.finfo(x.dtype).tiny)
+    squares = standard.square()
+    # Sums over all pairs of two channels: of z_i^2 z_j^2, and of r_ij^2.
+    varying = (squares.sum(1).square() - squares.square().sum(1)).mean()
+    certain = (standard.T @ standard / n).square().sum() - squares.mean(0).square().sum()
+    share = ((varying - certain) / (certain * max(n - 1, 1)).clamp(min=torch.finfo(x.dtype).tiny)).clamp(0, 1)
+    return found.lerp(found.diagonal().diag(), share)
+
+
 @torch.no_grad()
 def round_in_turn(
     model: nn.Module,
@@ -63,8 +80,7 @@ def round_in_turn(
     def hook(name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if name not in left:
             return
-        x = inputs[0].flatten(0, -2).float()
-        hessian = x.T @ x / len(x)
+        hessian = second_moments(inputs[0].flatten(0, -2).float())
         if not hessian.isfinite().all():
             raise InputError(f"the inputs of {name} are not all numbers on these texts: the model's weights are spoilt")
         replace(name, hessian)
