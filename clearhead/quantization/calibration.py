@@ -30,7 +30,7 @@ class AllRounded(Exception):  # noqa: N818  a signal, not an error
 
 def make_pass(model: nn.Module, calibrate: Calibration) -> Callable[[Any], object]:
     """The function that calls the model; texts are joined, and rows of them, evenly spread over the whole, make one batch."""
-    if not isinstance(calibrate, Sequence):
+    if callable(calibrate):
         return calibrate
     config: Config = model.config  # type: ignore[assignment]
     if config.shape == "encoder-decoder" or config.inputs != "tokens":
@@ -38,7 +38,13 @@ def make_pass(model: nn.Module, calibrate: Calibration) -> Callable[[Any], objec
             f"calibrate=TEXTS is for a model that reads one text; this one has shape={config.shape!r}, "
             f"inputs={config.inputs!r}; in Python pass a function that calls it once: lambda model: model(source, target)"
         )
-    ids = torch.tensor([token for text in calibrate for token in text], dtype=torch.long)
+    try:
+        ids = torch.tensor([token for text in calibrate for token in text], dtype=torch.long)
+    except (TypeError, ValueError):
+        raise InputError(
+            f"calibrate=TEXTS is a list of texts, each a list of ids; got {calibrate!r:.60}; encode each text with the model's "
+            f"tokenizer: [tokenizer.encode(text)]"
+        ) from None
     if len(ids) < FEWEST:
         raise InputError(
             f"calibrate=TEXTS needs {FEWEST} tokens at least, {MOST:,} are better; got {len(ids)}; give more "

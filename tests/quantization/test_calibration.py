@@ -189,6 +189,13 @@ def test_loading_with_texts(tmp_path: Path) -> None:
     assert not torch.equal(ours(tokens), quantize(small(), "int4")(tokens))
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("given", [[1, 2, 3] * 99, ["some words"] * 99, [None]])
+def test_what_is_no_list_of_texts_is_refused(given: Any) -> None:
+    with pytest.raises(InputError, match=r"a list of texts, each a list of ids; got .*tokenizer\.encode"):
+        quantize(small(), "int4", calibrate=given)
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     ch.save(small(), tmp_path / "gpt")
     for given in ([], [[]], [[1, 2, 3]]):
