@@ -63,12 +63,12 @@ def second_moments(x: Float[Tensor, "n D"]) -> Float[Tensor, "D D"]:
     Else weights would move freely in the directions that these few leave out. Schäfer and Strimmer (2005) estimate which share of
     the correlations is chance, from how much each varies over the inputs; with many inputs it is nearly nothing.
     """
-    found, n = x.T @ x / len(x), len(x)
-    standard = x / found.diagonal().sqrt().clamp(min=torch.finfo(x.dtype).tiny)
-    squares = standard.square()
-    # Sums over all pairs of two channels: of z_i^2 z_j^2, and of r_ij^2.
-    varying = (squares.sum(1).square() - squares.square().sum(1)).mean()
-    certain = (standard.T @ standard / n).square().sum() - squares.mean(0).square().sum()
+    n, found = len(x), x.T @ x / len(x)
+    sizes = found.diagonal().clamp(min=torch.finfo(x.dtype).tiny)
+    # Sums over all pairs of two channels of size 1: of z_i^2 z_j^2, in the mean of all inputs, and of r_ij^2.
+    squares = x.square().div_(sizes)
+    varying = (squares.sum(1).square() - squares.square_().sum(1)).mean()
+    certain = found.square().div_(sizes).div_(sizes[:, None]).fill_diagonal_(0).sum()
     share = ((varying - certain) / (certain * max(n - 1, 1)).clamp(min=torch.finfo(x.dtype).tiny)).clamp(0, 1)
     return found.lerp(found.diagonal().diag(), share)
 
