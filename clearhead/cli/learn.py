@@ -148,7 +148,7 @@ def chosen(names: list[str], folder: Path | None) -> list[tuple[Entry, Path]]:
         entry = known(Path(name).stem if is_path else name)
         file = Path(name) if is_path else place / f"{entry.name}.py"
         if not file.is_file():
-            out = "" if place == FOLDER else f" --out {place}"
+            out = "" if file.parent == FOLDER else f" --out {file.parent}"
             refuse(InputError(f"there is no file {file}; begin with: clearhead learn start {entry.name}{out}"))
         found.append((entry, file))
     return found

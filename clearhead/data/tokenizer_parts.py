@@ -69,11 +69,13 @@ def read_json(path: Path) -> dict[str, Any]:
 def check_checksums(folder: Path) -> None:
     """CheckpointError if a file of a tokenizer that we saved is not what was saved.
 
-    Other programs write no checksums, and their files are read as they are.
+    Other programs write no checksums, and their files are read as they are. transformers copies the fields it does not know into
+    what it writes, but sorts them: the checksums are then not the last field, as in ours, and are about other files.
     """
     config = read_json(folder / "tokenizer_config.json")
-    if (saved := config.get(CHECKSUMS)) is None:
+    if next(reversed(config), None) != CHECKSUMS:
         return
+    saved = config[CHECKSUMS]
     names = saved.keys() if isinstance(saved, dict) else []
     files = [folder / name for name in names if name != "tokenizer_config.json" and Path(name).name == name]
     found = checksums({file.name: read_bytes(file) if file.is_file() else b"" for file in files}, config)

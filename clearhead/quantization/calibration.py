@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from clearhead.config import Config
@@ -29,7 +30,7 @@ class AllRounded(Exception):  # noqa: N818  a signal, not an error
 
 def make_pass(model: nn.Module, calibrate: Calibration) -> Callable[[Any], object]:
     """The function that calls the model; texts are joined, and rows of them, evenly spread over the whole, make one batch."""
-    if not isinstance(calibrate, Sequence):
+    if callable(calibrate):
         return calibrate
     config: Config = model.config  # type: ignore[assignment]
     if config.shape == "encoder-decoder" or config.inputs != "tokens":
@@ -37,7 +38,13 @@ def make_pass(model: nn.Module, calibrate: Calibration) -> Callable[[Any], objec
             f"calibrate=TEXTS is for a model that reads one text; this one has shape={config.shape!r}, "
             f"inputs={config.inputs!r}; in Python pass a function that calls it once: lambda model: model(source, target)"
         )
-    ids = torch.tensor([token for text in calibrate for token in text], dtype=torch.long)
+    try:
+        ids = torch.tensor([token for text in calibrate for token in text], dtype=torch.long)
+    except (TypeError, ValueError):
+        raise InputError(
+            f"calibrate=TEXTS is a list of texts, each a list of ids; got {calibrate!r:.60}; encode each text with the model's "
+            f"tokenizer: [tokenizer.encode(text)]"
+        ) from None
     if len(ids) < FEWEST:
         raise InputError(
             f"calibrate=TEXTS needs {FEWEST} tokens at least, {MOST:,} are better; got {len(ids)}; give more "
@@ -48,6 +55,22 @@ def make_pass(model: nn.Module, calibrate: Calibration) -> Callable[[Any], objec
     rows = rows[torch.linspace(0, len(rows) - 1, min(len(rows), MOST // width)).long()]
     rows = check_ids(rows, tuple(rows.shape), config.vocab_size, "token ids", "vocab_size")
     return lambda model: model(rows.to(example_weight(model).device))
+
+
+def second_moments(x: Float[Tensor, "n D"]) -> Float[Tensor, "D D"]:
+    """The mean of x x^T over n inputs, its correlations made smaller where there are too few inputs to know them.
+
+    Else weights would move freely in the directions that these few leave out. Schäfer and Strimmer (2005) estimate which share of
+    the correlations is chance, from how much each varies over the inputs; with many inputs it is nearly nothing.
+    """
+    n, found = len(x), x.T @ x / len(x)
+    sizes = found.diagonal().clamp(min=torch.finfo(x.dtype).tiny)
+    # Sums over all pairs of two channels of size 1: of z_i^2 z_j^2, in the mean of all inputs, and of r_ij^2.
+    squares = x.square().div_(sizes)
+    varying = (squares.sum(1).square() - squares.square_().sum(1)).mean()
+    certain = found.square().div_(sizes).div_(sizes[:, None]).fill_diagonal_(0).sum()
+    share = ((varying - certain) / (certain * max(n - 1, 1)).clamp(min=torch.finfo(x.dtype).tiny)).clamp(0, 1)
+    return found.lerp(found.diagonal().diag(), share)
 
 
 @torch.no_grad()
@@ -63,8 +86,7 @@ def round_in_turn(
     def hook(name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if name not in left:
             return
-        x = inputs[0].flatten(0, -2).float()
-        hessian = x.T @ x / len(x)
+        hessian = second_moments(inputs[0].flatten(0, -2).float())
         if not hessian.isfinite().all():
             raise InputError(f"the inputs of {name} are not all numbers on these texts: the model's weights are spoilt")
         replace(name, hessian)

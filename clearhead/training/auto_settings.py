@@ -85,7 +85,8 @@ def explain(asked: Train, settled: Train, machine: Machine, why: str) -> str:
         parts[0] += f" (auto: {why})"
     if machine.device == "cuda":
         parts.append(f"residual stream in {settled.stream}" + " (auto)" * (asked.stream == "auto"))
-    if machine.has_fp8 and settled.compile and settled.precision in ("auto", "bfloat16"):
+    may_fp8 = machine.has_fp8 and machine.world_size == 1 and not settled.lora_rank
+    if may_fp8 and settled.compile and settled.precision in ("auto", "bfloat16"):
         parts.append("products in 8 bits are faster: train.precision=fp8")
     return "; ".join(parts)
 

@@ -38,6 +38,7 @@ class Display(Callbacks):
         )
         self.bars = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self.steps: Any = None
+        self.began = 0  # at this step
 
     def __enter__(self) -> Display:
         self.bars.start()
@@ -67,6 +68,7 @@ class Display(Callbacks):
         for name, value in summary.items():
             table.add_row(Text(name, style="bold"), Text(value))
         self.console.print(table, soft_wrap=True)
+        self.began = step
         if step:
             self.say(f"going on from step {step:,}", "bold")
         self.console.print()
@@ -108,7 +110,7 @@ class Display(Callbacks):
             mark = f"   (wanted: {short(sample['wanted'])})" if differs else ""
             self.say(f"  {short(sample['input'])} -> {short(sample['output'])}{mark}")
         if result.speed:
-            self.say(f"speed   {spell_speed(result.speed)}")
+            self.say(f"speed   {spell_speed(result.speed, self.began)}")
         self.say(f"model   {result.folder}")
         self.say(f"report  {result.folder / 'report.html'}")
 
@@ -123,9 +125,10 @@ class Display(Callbacks):
         self.say(f"  clearhead train --resume {result.folder}")
 
 
-def spell_speed(row: Row) -> str:
+def spell_speed(row: Row, began: int) -> str:
+    """`began`: the step at which this process began, which is what it knows the speed of."""
     later = row.get("tokens_per_second_later")
-    spelled = f"{row['tokens_per_second']:,.0f} tokens/s over the run"
+    spelled = f"{row['tokens_per_second']:,.0f} tokens/s {f'since step {began:,}' if began else 'over the run'}"
     return spelled + (
         f", {later:,.0f} after the first step, which ended after {row['first_step_seconds']:.1f} s" if later else ""
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from clearhead.checkpoint.run_checkpoint import merge_low_rank
 from clearhead.layers.linear import FusedLinear
 from clearhead.models import Encoder, Model, build
+from clearhead.models.stack import Stack
 from clearhead.training.distributed import gather
 
 
@@ -57,5 +58,8 @@ def gather_model(model: Model) -> Model:
             a, b = (gather(getattr(holder, part)).cpu() for part in ("lora_a", "lora_b"))
             value = merge_low_rank(value, a, b, holder.lora_scale)  # type: ignore[arg-type]
         tensor.data = value.clone()
+    for name, stack in fresh.named_modules():
+        if isinstance(stack, Stack):
+            stack.stream = modules[name].stream  # type: ignore[assignment]  # under autocast it computes as the model does
     fresh.generation, fresh.extras = model.generation, model.extras
     return fresh.eval()

@@ -31,7 +31,8 @@ def set_residual_dtype(model: nn.Module, t: Train, autocast: AbstractContextMana
     if t.stream == "bfloat16":
         if not isinstance(autocast, torch.autocast):
             raise ConfigError(
-                "train.stream=bfloat16 needs products in bfloat16; got float32; set train.precision=bfloat16"
+                "train.stream=bfloat16 needs products in bfloat16; got float32; set train.precision=bfloat16, or "
+                "train.stream=float32"
             )
         for stack in (module for module in model.modules() if isinstance(module, Stack)):
             stack.stream = torch.bfloat16

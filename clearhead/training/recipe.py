@@ -195,7 +195,9 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
     """The value converted to the field's type, or an error that names the field."""
     if get_origin(kind) is Literal:
         if not any(value == each and type(value) is type(each) for each in get_args(kind)):
-            raise ConfigError(f"{name}={value!r} is not known; {did_you_mean(str(value), map(spell, get_args(kind)))}")
+            near = did_you_mean(str(value), map(spell, get_args(kind)))
+            quoted = isinstance(value, str) and any(value == spell(each) for each in get_args(kind))
+            raise ConfigError(f"{name}={value!r} is not known; {f'write {value} without quotes' if quoted else near}")
         return value
     if get_origin(kind) is tuple:
         if isinstance(value, str):

@@ -187,6 +187,8 @@ def test_transformers_reads_what_save_wrote(kind: str, tmp_path: Path, transform
             tokenizer.encode(text)
         )
     assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (1, 2, 0)
+    theirs.save_pretrained(tmp_path / "theirs")  # with our checksums, of files that it writes in its own way
+    assert load_tokenizer(tmp_path / "theirs").encode(LINES[0]) == tokenizer.encode(LINES[0])
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

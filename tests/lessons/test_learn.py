@@ -338,6 +338,7 @@ def test_code_that_does_not_end_is_told_in_one_line(body: str, words: str, tmp_p
         (["start", "attentoin"], "there is no exercise 'attentoin'; did you mean 'attention'?"),
         (["check", "rotary"], "there is no file exercises/rotary.py; begin with: clearhead learn start rotary"),
         (["check", "--in", "other", "rotary"], "begin with: clearhead learn start rotary --out other"),
+        (["check", "mine/rotary.py"], "begin with: clearhead learn start rotary --out mine"),
         (["check"], "there is no exercise in exercises; begin with: clearhead learn start bpe"),
         (["hint", "softmax", "9"], "softmax has 3 hints; got 9; the rest: clearhead learn solution softmax"),
         (["solution", "sofmax"], "did you mean 'softmax'?"),

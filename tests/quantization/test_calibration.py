@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import clearhead as ch
 from clearhead.errors import InputError
+from clearhead.quantization.calibration import second_moments
 from clearhead.quantization.int4_rounding import DAMPING, GROUP, SHRINKS, gptq, search
 from clearhead.quantization.integer import Int4, Quantized, quantize
 
@@ -40,6 +41,40 @@ def test_results_are_nearer_than_with_plain_rounding() -> None:
     for x, most in ((seen, 0.5), (unseen, 0.6)):
         loss = [float((x @ (each.unpack() - weight).T).norm()) for each in (plain, ours)]
         assert loss[1] < most * loss[0]
+
+
+def shrunk(x: Tensor) -> Tensor:
+    """Schäfer and Strimmer's share, from each correlation and its variance one by one, in float64."""
+    n, D = x.shape
+    found = x.double().T @ x.double() / n
+    z = x.double() / found.diagonal().sqrt()
+    chance = certain = 0.0
+    for i in range(D):
+        for j in set(range(D)) - {i}:
+            certain += float((z[:, i] * z[:, j]).mean() ** 2)
+            chance += float((z[:, i] * z[:, j]).var(correction=0)) / (n - 1)
+    kept = 1 - min(1.0, chance / certain)
+    return found * (kept + (1 - kept) * torch.eye(D, dtype=torch.float64))
+
+
+def test_correlations_that_may_be_chance_are_taken_back() -> None:
+    x = torch.randn(19, 11) * torch.logspace(-1, 1, 11)
+    torch.testing.assert_close(second_moments(x).double(), shrunk(x), rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(second_moments(x), x.T @ x / 19, rtol=0.1)
+    x[:, 3] = 0  # a dead channel
+    assert second_moments(x).isfinite().all()
+    assert second_moments(torch.zeros(3, 11)).equal(torch.zeros(11, 11))
+    assert second_moments(x[:1]).isfinite().all()
+
+
+@pytest.mark.parametrize("few", [16, 61])
+def test_few_inputs_do_no_harm(few: int) -> None:
+    """Fitted to few inputs alone, the errors of a weight are larger on others than those of plain rounding."""
+    weight, mixing = torch.randn(67, 128), torch.randn(128, 128) / 128**0.5 + 0.3 * torch.eye(128)
+    seen, unseen = (torch.randn(500 + few, 128) @ mixing).split([few, 500])
+    rounded = [Int4(weight), Int4(weight, second_moments(seen)), Int4(weight, seen.T @ seen / few)]
+    plain, ours, fitted = (float((unseen @ (each.unpack() - weight).T).norm()) for each in rounded)
+    assert ours < 1.02 * plain < 1.2 * plain < fitted, (ours, plain, fitted)
 
 
 def test_inputs_without_correlation_change_little() -> None:
@@ -152,6 +187,13 @@ def test_loading_with_texts(tmp_path: Path) -> None:
     ours: Any = ch.load(tmp_path / "gpt", quantize="int4", calibrate=texts())
     assert torch.equal(ours(tokens), quantize(small(), "int4", calibrate=texts())(tokens))
     assert not torch.equal(ours(tokens), quantize(small(), "int4")(tokens))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("given", [[1, 2, 3] * 99, ["some words"] * 99, [None]])
+def test_what_is_no_list_of_texts_is_refused(given: Any) -> None:
+    with pytest.raises(InputError, match=r"a list of texts, each a list of ids; got .*tokenizer\.encode"):
+        quantize(small(), "int4", calibrate=given)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

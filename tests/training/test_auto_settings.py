@@ -85,6 +85,8 @@ def test_what_is_said() -> None:
     )
     assert "fp8" not in explain(Train(), Train(compile=True, precision="fp8"), GPU, "")
     assert "fp8" not in explain(Train(), Train(compile=True), replace(GPU, has_fp8=False), "")
+    assert "fp8" not in explain(Train(), Train(compile=True), replace(GPU, world_size=2), "")  # it would be refused
+    assert "fp8" not in explain(Train(), Train(compile=True, lora_rank=2), GPU, "")
 
 
 def test_times_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -333,6 +333,7 @@ def test_resume_with_more_steps(clearhead: Clearhead, tmp_path: Path) -> None:
     ran = clearhead("train", "--resume", "x", "--set", "train.steps=5", tiny=False)
     assert ran.code == 0, ran
     assert "going on from step 3" in ran.out
+    assert "tokens/s since step 3, " in ran.out
     assert [row["step"] for row in metrics(tmp_path / "x") if row["kind"] == "train"] == [1, 2, 3, 4, 5]
     ran = clearhead("train", "--resume", "x", "--set", "model.d_ff=17", tiny=False)
     assert ran.err == "clearhead: a run goes on with the model it began with; start a new one to change it\n"

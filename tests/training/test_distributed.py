@@ -60,8 +60,13 @@ def assert_one_speaks(text: str) -> None:
     ("task", "parallel", "changes"),
     [
         ("translate", "ddp", dict(optimizer="adamw", accumulate=3, best="exact")),
-        ("language", "ddp", dict(optimizer="muon")),
-        ("translate", "fsdp", dict(optimizer="muon", accumulate=2, checkpointing=True, average=2, checkpoint_every=2)),
+        ("language", "ddp", dict(optimizer="muon", muon_iteration="polar", cautious_decay=True)),
+        (
+            "translate",
+            "fsdp",
+            dict(optimizer="muon", accumulate=2, checkpointing=True, average=2, checkpoint_every=2)
+            | dict(muon_beta2=0.9, cautious_decay=True),
+        ),
     ],
 )
 def test_two_processes_are_one(task: str, parallel: str, changes: dict[str, Any], tmp_path: Path) -> None:

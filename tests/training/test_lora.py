@@ -15,6 +15,7 @@ from clearhead.layers.linear import FusedLinear, Linear
 from clearhead.models import Model
 from clearhead.training.lora import add_lora, gather_model
 from clearhead.training.optimizers import Optimizers
+from clearhead.training.precision import set_residual_dtype
 from clearhead.training.recipe import Train
 
 LORA = ["gpt2", "llama", "bert-classes", "t5", "qwen2", "vit"]
@@ -122,3 +123,16 @@ def test_an_export_is_a_whole_copy(name: str):
     for ours, theirs in zip(exported.parameters(), model.parameters(), strict=True):
         assert ours.data_ptr() != theirs.data_ptr()
     assert exported.generation == model.generation
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_a_gathered_model_computes_as_the_model_does(name: str):
+    """With several processes it decodes the held-out texts, under the run's autocast."""
+    model = tiny(name, dtype=torch.float32)
+    args = inputs(model.config)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = run(model, *args)
+        set_residual_dtype(model, Train(stream="bfloat16"), torch.autocast("cpu", torch.bfloat16))
+        in_bfloat16 = run(model, *args)
+        assert not torch.equal(in_bfloat16, plain)
+        assert torch.equal(run(gather_model(model), *args), in_bfloat16)

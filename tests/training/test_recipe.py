@@ -149,6 +149,7 @@ def test_set_of_the_model():
         ("train.steps=1.5", r"train\.steps=1\.5 is a float; give a value of type int"),
         ("train.steps=true", r"train\.steps=True is a bool"),
         ("train.compile=1", r"train\.compile=1 is not known; .*true"),
+        ("train.compile='true'", r"train\.compile='true' is not known; write true without quotes"),
         ("train.checkpointing=1", r"train\.checkpointing=1 is a int; give a value of type bool"),
         ("train.lr=true", r"train\.lr=True is a bool"),
         ("train.lr='x'", r"train\.lr='x' is a str; give a value of type float"),

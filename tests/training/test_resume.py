@@ -65,6 +65,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CHANGES: dict[str, dict[str, Any]] = {
     "adamw": dict(optimizer="adamw", accumulate=3, label_smoothing=0.1, clip=0.0, schedule="noam", lr=0.0),
     "muon": dict(optimizer="muon", checkpointing=True, schedule="wsd"),
+    "normuon": dict(optimizer="muon", muon_beta2=0.9, muon_iteration="polar", cautious_decay=True),
     "mean": dict(
         precision="bfloat16", stream="bfloat16", average=2, checkpoint_every=3
     ),  # of checkpoints, without those of the stops

@@ -16,6 +16,7 @@ from clearhead.data import train_tokenizer
 from clearhead.errors import ConfigError, InputError
 from clearhead.kernels.cross_entropy import IGNORED
 from clearhead.models import EncoderDecoder, build
+from clearhead.training.prefetch import split_rows
 from clearhead.training.tasks.translation import Translate, draw_alignment, score
 from training.tiny_tasks import all_held_out, make, model_for, one_by_one, recipe_of, sums, words, write
 
@@ -88,6 +89,20 @@ def test_a_packed_batch_is_its_rows(tmp_path: Path):
     assert len(shapes) == 1
     seen = np.concatenate([task.rows(step) for step in range(60) if task.epoch(step) < 1])
     assert sorted(seen.tolist()) == list(range(len(task.chosen)))
+
+
+def test_a_part_of_a_packed_batch_is_smaller(tmp_path: Path):
+    """Where memory did not suffice for a batch, it is computed in parts, each of which must take less."""
+    task = translation(tmp_path, data={"length": 67}, batch_tokens=384)
+    model = model_for(task)
+    assert task.pack(model)
+    rows = task.rows(0)
+    whole = task.batch(rows, 0)
+    task.accumulate = 4
+    parts = [task.batch(part, 0) for part, _ in split_rows(rows, 0, 1, 4)]
+    assert all(part["source"].numel() < 0.5 * whole["source"].numel() for part in parts)
+    found = torch.stack([sums(task.losses(model, part)) for part in parts]).sum(0)
+    assert_same(found, sums(task.losses(model, whole)))
 
 
 def test_what_can_not_be_packed_stays_padded(tmp_path: Path):

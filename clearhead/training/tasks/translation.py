@@ -116,7 +116,8 @@ class Translate(Task):
         return int(sum(self.pairs[name].lengths[chosen].sum() for name in ("source", "target")))
 
     def batch(self, rows: Rows, step: int) -> Batch:
-        if self.packed is None:
+        # Packed batches have one shape: a part of one, after memory did not suffice, would take as much as the whole.
+        if self.packed is None or self.accumulate > 1:
             return self._batch(self.pairs, self.chosen[rows])
         sources, targets = ([self.pairs[name][int(row)] for row in self.chosen[rows]] for name in ("source", "target"))
         (source, source_starts), (wanted, starts) = pack(
