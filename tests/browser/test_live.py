@@ -292,6 +292,13 @@ def word_tokenizer() -> ch.Tokenizer:
     return Tokenizer(core, {"unk": 0})
 
 
+def lower_tokenizer() -> ch.Tokenizer:
+    """BPE over bytes that writes all letters small."""
+    tokenizer = make_kind("gpt2")[1]
+    tokenizer.core.normalizer = tokenizers.normalizers.Lowercase()
+    return tokenizer
+
+
 TOKENIZERS: dict[str, Callable[[], ch.Tokenizer]] = {
     "bpe": lambda: make_kind("gpt2")[1],
     "bytes": lambda: ch.train_tokenizer(kind="bytes", vocab_size=300, add_eos=True),
@@ -299,6 +306,7 @@ TOKENIZERS: dict[str, Callable[[], ch.Tokenizer]] = {
     "llama 3's words": lambda: cut_as("llama-bpe"),
     "qwen2's words": lambda: cut_as("qwen2"),
     "words": lambda: word_tokenizer(),
+    "small letters": lambda: lower_tokenizer(),
     "gpt-2's own": lambda: ch.load_tokenizer(shared_data("gpt2-tokenizer")),
     "llama2.c": lambda: ch.load_tokenizer(shared_data("stories260K")),
 }
@@ -321,6 +329,9 @@ def test_tokenizers(open_page: Open, kind: str) -> None:
         "１２³ ½ \u00a0\u3000z\u0085",
         "İstanbul ẞ é e\u0301",
         "a" * 300,
+        "the constructor sat on toString and __proto__",  # names that every object of JavaScript has
+        "a\ufffdb",
+        "\u039f\u0394\u039f\u03a3 \u039f\u0394\u039f\u03a3",  # the last sigma of a word has a small letter of its own
     ]
     texts.append((LIVE_FILES / "forward.js").read_text(encoding="utf-8")[:4000])
     # And ids that no text makes: broken characters, single bytes.
