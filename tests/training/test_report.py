@@ -97,7 +97,7 @@ def test_a_whole_run(tmp_path: Path):
 
 def test_the_model_is_drawn(tmp_path: Path):
     config = ch.preset("gpt2", n_layers=2, d_model=48, n_heads=4, d_ff=96)
-    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()), encoding="utf-8")
+    ch.save(ch.build(config), tmp_path)
     page = write_report(tmp_path).read_text(encoding="utf-8")
     (picture,) = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page)
     assert base64.b64decode(picture).decode() == ch.draw(config).svg
