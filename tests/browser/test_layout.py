@@ -30,6 +30,16 @@ def test_a_chosen_head_is_seen_at_once(open_page: Open, width: int, height: int,
     assert share_in_view(one, one.panel.get_by_label("Attention map").first) >= 0.8
 
 
+def test_a_chosen_head_is_seen_under_a_lesson(open_page: Open) -> None:
+    one = open_page(
+        model="gpt", panel="heads", lesson="induction", text="the cat sat on the mat", width=1440, height=900
+    )
+    assert share_in_view(one, one.panel.get_by_label("Attention map").first) < 0.8
+    one.panel.locator("[role=gridcell].here").first.click()
+    one.settle()
+    assert share_in_view(one, one.panel.get_by_label("Attention map").first) >= 0.8
+
+
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_the_answer_is_seen_when_a_head_is_changed(open_page: Open, width: int, height: int) -> None:
     one = open_page(model="deep", panel="intervene", text="the cat sat on the mat", width=width, height=height)

@@ -45,7 +45,7 @@ const CUTS = {
  * @param {Pipeline['model']} model */
 function bytePairs({vocab, merges, unk, fuse, bytes, whole}) {
   const wide = 2 ** 21;
-  const ranks = new Map(merges.map(([left, right], rank) => [vocab[left] * wide + vocab[right], [rank, vocab[left + right]]]));
+  const ranks = new Map(merges.map(([left, right], rank) => [vocab[left] * wide + vocab[right], rank]));
   /** @param {string} word */
   return (word) => {
     if (whole && Object.hasOwn(vocab, word)) return [vocab[word]];
@@ -57,14 +57,16 @@ function bytePairs({vocab, merges, unk, fuse, bytes, whole}) {
       else if (pieces.length && pieces.every((id) => id !== undefined)) ids.push(...pieces);
       else if (unk !== null && !(fuse && ids.at(-1) === unk)) ids.push(unk);
     }
+    const rank = (at = 0) => ranks.get(ids[at] * wide + ids[at + 1]) ?? Infinity;
+    // Only the pairs beside a merge are looked up again: a text without blanks is one long word.
+    const pairs = ids.map((_, at) => rank(at));
     for (;;) {
-      let best = Infinity, at = -1, made = 0;
-      for (let i = 0; i + 1 < ids.length; i++) {
-        const found = ranks.get(ids[i] * wide + ids[i + 1]);
-        if (found && found[0] < best) [[best, made], at] = [found, i];
-      }
-      if (at < 0) return ids;
-      ids.splice(at, 2, made);
+      let at = 0;
+      for (let i = 1; i < pairs.length; i++) if (pairs[i] < pairs[at]) at = i;
+      if (!(pairs[at] < Infinity)) return ids;
+      ids.splice(at, 2, vocab[merges[pairs[at]].join('')]);
+      pairs.splice(at, 2, rank(at));
+      if (at) pairs[at - 1] = rank(at - 1);
     }
   };
 }
