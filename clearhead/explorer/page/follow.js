@@ -1,6 +1,6 @@
 /** Follow a token: one position, one head, every number from the embedding to the next token, step by step. */
 
-import {ARROWS, bars, button, card, choice, colour, controls, el, extent, figure, font, note, percent, quoted, short, visible, within} from './draw.js';
+import {ARROWS, bars, button, card, choice, colour, controls, el, extent, figure, font, liveOnly, note, percent, quoted, short, visible, within} from './draw.js';
 import {attentionOf} from './grid.js';
 import {carry} from './sandbox.js';
 
@@ -54,6 +54,7 @@ export function panel(root, page) {
       list('Layer', range(sites.length), String(layer), (value) => state.set({site: sites[Number(value)], head})),
       list('Head', range(heads), String(head), (value) => state.set({site: sites[layer], head: value})),
     ].filter(Boolean));
+    liveOnly(knobs, 'follow');
   }
   function walk(to = 0) {
     if (to < 0 || to >= stops.length) return rest();
