@@ -29,7 +29,8 @@ def saved(one: Opened, label: str, folder: Path) -> Path:
         ("heads", "Attention map", ["cat"]),
         ("lens", "Likeliest token by layer and position", ["cat"]),
         ("attribution", "Shares of the logit by layer and part", ["FF"]),
-        ("cost", None, []),
+        ("cost", "Operations by length, one line a part", ["output projection", "feed-forward", "operations"]),
+        ("positions", None, ["sinusoidal", "similarity, 1 = the same position"]),
     ],
 )
 def test_a_picture_is_saved(open_page: Open, tmp_path: Path, panel: str, label: str | None, words: list[str]) -> None:
