@@ -59,6 +59,16 @@ def test_no_tab_is_hidden(open_page: Open) -> None:
             assert box["x"] + box["width"] <= width, tab.inner_text()
 
 
+def test_the_last_name_of_a_map_is_whole(open_page: Open) -> None:
+    text = "the cat sat on the mat. the cat sat on the mat. the cat sat<mask>"
+    one = open_page(model="gpt", text=text, width=390, height=844)
+    assert one.tokens()[-1] == "<mask>"
+    edge = one.panel.get_by_label("Attention map").first.evaluate(
+        """canvas => [...canvas.getContext('2d').getImageData(canvas.width - 2, 0, 2, 60).data].reduce((a, b) => a + b)"""
+    )
+    assert edge == 0, "no letter touches the edge of the canvas"
+
+
 def test_a_tap_reads_the_map(open_page: Open) -> None:
     one = open_page(model="gpt", text="the cat sat", width=390, height=844)
     canvas = one.panel.get_by_label("Attention map").first
