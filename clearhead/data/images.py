@@ -79,7 +79,7 @@ def read_image(
 ) -> UInt8[np.ndarray, "c h w"]:
     """An image file, resized and cropped but not yet scaled: numbers from 0 to 255."""
     try:
-        from PIL import Image, ImageOps  # pyright: ignore[reportMissingImports]
+        from PIL import Image, ImageOps, UnidentifiedImageError  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise MissingExtraError("pictures need Pillow, which is missing; pip install 'clearhead[pictures]'") from None
     name = source if isinstance(source, str | Path) else "the input"
@@ -95,7 +95,9 @@ def read_image(
                 image = ImageOps.exif_transpose(opened).convert("L" if n_channels == 1 else "RGB")
                 size = _resized(name, image.size, preprocessing.size)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise InputError(f"{name} is no picture that can be read ({error}); convert it to png or jpeg") from None
+        # Pillow's own words for it name a Python object.
+        reason = "of no known kind" if isinstance(error, UnidentifiedImageError) else error
+        raise InputError(f"{name} is no picture that can be read ({reason}); convert it to png or jpeg") from None
     if size is not None:
         image = image.resize((size[1], size[0]), Image.Resampling(preprocessing.resample))
     if preprocessing.crop is not None:

@@ -41,6 +41,8 @@ from clearhead.models import Decoder, EncoderDecoder, Model
 from clearhead.quantization.model_weights import count_weights
 from clearhead.version import __version__
 
+NAMES = (" Mary", " John")  # the lesson on patching needs each as one token
+
 Work = Generator[None, None, bytes]  # a long computation in steps; it returns the answer
 Answer = Callable[[ForwardPasses, Fields], bytes | Work]
 
@@ -126,6 +128,13 @@ class Explorer:
         """Store an uploaded picture or sound; the answer holds its name in a run."""
         return pack({"text": self.inputs.take_picture(data) if kind == "picture" else self.inputs.take_sound(data)})
 
+    def _is_token(self, *words: str) -> bool:
+        """Whether the vocabulary has each of these words as one token."""
+        tokenizer = self.inputs.maybe_tokenizer
+        return tokenizer is not None and all(
+            len(ids := tokenizer.encode(word, special=False)) == 1 and ids[0] != tokenizer.unk for word in words
+        )
+
     def description(self) -> dict[str, Any]:
         """What the page needs to know of the model: sizes, attentions, and which panels it has."""
         model, config = self.model, self.model.config
@@ -149,6 +158,7 @@ class Explorer:
                 "sweep": has_head,
                 "attribution": has_head and is_linear(config),
                 "patches": isinstance(model, Decoder),
+                "names": has_words and self._is_token(*NAMES),
                 "intervene": True,
                 "neurons": True,
                 "steer": config.inputs == "tokens",

@@ -74,7 +74,8 @@ def page_steps(
                 fields = {"run": run, "site": site, "head": score["head"], "box": None, "most": 256}
                 maps.append((_interest(score), ("map", fields)))
             yield
-    for asked in chain(_panel_requests(model_info, run), _neighbour_requests(collected, run)):
+    followed = _follow_requests(collected, model_info, run, view)
+    for asked in chain(_panel_requests(model_info, run), followed, _neighbour_requests(collected, run)):
         collected.add(*asked)
         yield
     # The most interesting heads first: the page opens with one of them.
@@ -156,6 +157,30 @@ def _panel_requests(model_info: dict[str, Any], run: dict[str, Any]) -> Iterator
     for attention in model_info["attentions"]:
         if attention["name"] != "cross":
             yield "flow", {"run": run, "attention": attention["name"]}
+
+
+def _follow_requests(
+    collected: AnswerSet, model_info: dict[str, Any], run: dict[str, Any], view: Mapping[str, str]
+) -> Iterator[PageRequest]:
+    """The head and token that *Follow a token* opens with, and those that the address names (`place` in page/follow.js)."""
+    read = collected.found("read", {"run": run})
+    if read is None:
+        return
+    named = [each for each in model_info["attentions"] if each["name"] == view.get("attention", "cross")]
+    attention = (named or model_info["attentions"])[0]
+    side = read["source"] if attention["name"] in ("attention", "encoder") else read["target"] or read["source"]
+    last, sites = len(side["ids"]) - 1, attention["sites"]
+    usual = read["answer"].get("at")
+    position = min(last if usual is None else usual, last)
+    yield "follow", {"run": run, "site": sites[0], "head": 0, "position": position}
+    layer = sites.index(view["site"]) if view.get("site") in sites else 0
+    head = min(_whole(view.get("head"), 0), attention["n_heads"][layer] - 1)
+    seen = min(_whole(view.get("follow.at"), position), last)
+    yield "follow", {"run": run, "site": sites[layer], "head": head, "position": seen}
+
+
+def _whole(text: str | None, otherwise: int) -> int:
+    return int(text) if text and re.fullmatch(r"[0-9]{1,6}", text) else otherwise
 
 
 def _neighbour_requests(collected: AnswerSet, run: dict[str, Any]) -> Iterator[PageRequest]:

@@ -17,12 +17,12 @@ from clearhead.layers.relative_positions import Alibi, RelativeBuckets
 from clearhead.models import EncoderDecoder
 
 WORDS = {
-    "sinusoidal": "waves of growing length are added to the embeddings; near places have near vectors",
-    "learned": "one trained vector a place is added to the embeddings",
-    "rotary": "queries and keys are turned by an angle that grows with the place, so that only the distance matters",
+    "sinusoidal": "waves of growing length are added to the embeddings; near positions have near vectors",
+    "learned": "one trained vector for each position is added to the embeddings",
+    "rotary": "queries and keys are turned by an angle that grows with the position, so that only the distance matters",
     "alibi": "each head loses a fixed amount of score for each step of distance",
     "t5": "each head has a trained bias for each bucket of distance; buckets widen with the distance",
-    "none": "this model is told nothing of places",
+    "none": "this model is told nothing of positions",
 }
 
 

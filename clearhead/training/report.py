@@ -208,7 +208,7 @@ def _model(config: str) -> str:
     """The model, drawn from config.json. As a picture of its own, so that it and the page do not share styles."""
     try:
         svg = draw(Config.from_dict(json.loads(config)["model"])).svg if config else ""
-    except (ValueError, KeyError, TypeError, AttributeError, ClearheadError):
+    except (ValueError, TypeError, LookupError, AttributeError, ClearheadError):
         return '<p class="note">config.json can not be read, so the model is not drawn.</p>'
     source = base64.b64encode(svg.encode()).decode()
     words = "The model, from its input below to its output above"

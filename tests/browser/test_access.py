@@ -172,7 +172,7 @@ def test_every_canvas_has_its_words(open_page: Open) -> None:
         for figure in one.panel.locator("figure").all():
             name = figure.locator("canvas[aria-label]").first.get_attribute("aria-label")
             assert name, panel
-        summaries = [text.strip() for text in one.panel.locator("figcaption > p").all_inner_texts()]
+        summaries = [text.strip() for text in one.panel.locator("figcaption > p:visible").all_inner_texts()]
         assert all(summaries), (panel, summaries)
         tables = one.panel.locator("figcaption details:not([hidden])").count()
         assert tables >= len(summaries), (panel, tables, len(summaries))

@@ -93,6 +93,13 @@ def test_parts_of_the_logit_sum_to_it(open_page: Open) -> None:
     one.complaints.clear()  # the browser reports a refused request, too
 
 
+def test_nothing_to_save_before_texts_are_compared(open_page: Open) -> None:
+    one = open_page(model="gpt", panel="patching", text=TEXT, token=" the", against=" cat")
+    assert one.panel.locator("figure").is_hidden()
+    one.panel.get_by_label("The other text, with as many tokens").fill("the dog ran on the hill")
+    one.panel.locator("figure").wait_for()
+
+
 def test_patching_two_texts(open_page: Open) -> None:
     one = open_page(
         model="gpt", panel="patching", text=TEXT, second="the dog ran on the hill", token=" the", against=" cat"

@@ -13,7 +13,7 @@ from clearhead.explorer import export_page, tokenizer_of
 from clearhead.explorer.notebook import show_seen
 from tests.browser.conftest import Open
 
-PANELS = ["model", "heads", "lens", "flow", "generate", "positions", "sandbox", "geometry", "cost"]
+PANELS = ["model", "heads", "follow", "lens", "flow", "generate", "positions", "sandbox", "geometry", "cost"]
 
 
 @pytest.mark.slow
@@ -30,6 +30,9 @@ def test_an_exported_page_needs_nothing(open_page: Open, places: dict[str, Path]
     for panel in (each for each in PANELS if each in tabs):
         one.tab(panel)
         assert one.errors == [], panel
+    one.tab("follow")
+    assert one.panel.get_by_text("1 of").is_visible()
+    assert one.panel.locator("select:enabled, input:enabled").count() == 0
     one.tab("heads")
     cells = one.panel.locator("[role=gridcell].here")
     assert cells.count() >= 8

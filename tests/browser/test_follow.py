@@ -199,6 +199,11 @@ def test_a_head_in_the_sandbox(open_page: Open, places: dict[str, Path]) -> None
         fields = one.panel.locator(f"input[aria-label^='{title}']")
         shown = torch.tensor([float(each.input_value()) for each in fields.all()]).view(len(ids), -1)
         torch.testing.assert_close(shown, seen[f"blocks.1.attention.{part}"][0, 2], atol=5.1e-4, rtol=0)
+    assert all(field.evaluate("field => field.scrollWidth <= field.clientWidth") for field in fields.all()), (
+        "no digit is cut"
+    )
+    for table in one.panel.locator(".hand table").all():
+        assert table.evaluate("table => table.scrollWidth <= table.clientWidth"), "no number is out of sight"
     cells = one.panel.locator("[role=grid] [role=gridcell]").all_inner_texts()
     weights = seen["blocks.1.attention.weights"][0, 2].flatten().tolist()
     assert [float(each) for each in cells] == pytest.approx(weights, abs=0.02)

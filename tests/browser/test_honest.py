@@ -125,6 +125,8 @@ def test_a_model_of_pictures_has_no_words_for_tokens(open_page: Open) -> None:
     one = open_page(model="digits", panel="lens")
     assert one.panel.locator(".cell-top h3").inner_text().startswith("Of the whole input")
     assert "token" not in one.panel.inner_text().lower()
+    one.tab("intervene")
+    assert one.panel.get_by_label("Measure the loss of").get_attribute("placeholder") == "the class it chose"
     one.tab("heads")
     assert one.panel.get_by_label("Order by").count() + one.panel.get_by_role("radio", name="induction").count() <= 1
     assert one.panel.get_by_role("radio", name="induction").count() == 0
@@ -137,6 +139,14 @@ def test_geometry_and_cost_claim_nothing_that_is_not_measured(open_page: Open) -
     one = open_page(model="gpt", panel="geometry")
     assert "do not" not in one.panel.inner_text()
     one.tab("cost")
+    legend = one.panel.locator(".card", has_text="The operations of attention").locator(".legend")
+    assert legend.locator("span").all_inner_texts() == [
+        "projections",
+        "attention",
+        "feed-forward",
+        "output projection",
+        "operations",
+    ], "as on the drawing: a head is one of attention's"
     time = one.panel.locator(".card", has_text="Time on this machine")
     assert "at least" in time.locator(".legend").inner_text()
     assert "forecast" not in time.inner_text()

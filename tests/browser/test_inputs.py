@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from playwright.sync_api import Browser
 
 import clearhead as ch
@@ -102,6 +103,19 @@ def test_an_address_restores_its_view(open_page: Open, view: dict[str, str]) -> 
             break
         second.page.wait_for_timeout(20)
     assert looks[0] == looks[1]
+
+
+def test_the_same_picture_can_be_opened_again(open_page: Open, tmp_path: Path) -> None:
+    """A browser tells of no choice that it takes for the one before."""
+    picture = tmp_path / "grey.png"
+    Image.new("L", (16, 16), 128).save(picture)
+    one = open_page(model="digits", panel="heads")
+    chooser = one.page.locator("input[type=file]")
+    with one.page.expect_response("**/explore/picture*"):
+        chooser.set_input_files(picture)
+    one.settle()
+    assert one.state()["text"].startswith("upload:")
+    assert chooser.input_value() == ""
 
 
 def test_a_text_that_is_too_long_is_said_in_the_page(open_page: Open) -> None:

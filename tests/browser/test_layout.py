@@ -30,6 +30,16 @@ def test_a_chosen_head_is_seen_at_once(open_page: Open, width: int, height: int,
     assert share_in_view(one, one.panel.get_by_label("Attention map").first) >= 0.8
 
 
+def test_a_chosen_head_is_seen_under_a_lesson(open_page: Open) -> None:
+    one = open_page(
+        model="gpt", panel="heads", lesson="induction", text="the cat sat on the mat", width=1440, height=900
+    )
+    assert share_in_view(one, one.panel.get_by_label("Attention map").first) < 0.8
+    one.panel.locator("[role=gridcell].here").first.click()
+    one.settle()
+    assert share_in_view(one, one.panel.get_by_label("Attention map").first) >= 0.8
+
+
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_the_answer_is_seen_when_a_head_is_changed(open_page: Open, width: int, height: int) -> None:
     one = open_page(model="deep", panel="intervene", text="the cat sat on the mat", width=width, height=height)
@@ -47,6 +57,16 @@ def test_no_tab_is_hidden(open_page: Open) -> None:
             assert box is not None
             assert box["x"] >= 0
             assert box["x"] + box["width"] <= width, tab.inner_text()
+
+
+def test_the_last_name_of_a_map_is_whole(open_page: Open) -> None:
+    text = "the cat sat on the mat. the cat sat on the mat. the cat sat<mask>"
+    one = open_page(model="gpt", text=text, width=390, height=844)
+    assert one.tokens()[-1] == "<mask>"
+    edge = one.panel.get_by_label("Attention map").first.evaluate(
+        """canvas => [...canvas.getContext('2d').getImageData(canvas.width - 2, 0, 2, 60).data].reduce((a, b) => a + b)"""
+    )
+    assert edge == 0, "no letter touches the edge of the canvas"
 
 
 def test_a_tap_reads_the_map(open_page: Open) -> None:

@@ -292,6 +292,13 @@ def word_tokenizer() -> ch.Tokenizer:
     return Tokenizer(core, {"unk": 0})
 
 
+def lower_tokenizer() -> ch.Tokenizer:
+    """BPE over bytes that writes all letters small."""
+    tokenizer = make_kind("gpt2")[1]
+    tokenizer.core.normalizer = tokenizers.normalizers.Lowercase()
+    return tokenizer
+
+
 TOKENIZERS: dict[str, Callable[[], ch.Tokenizer]] = {
     "bpe": lambda: make_kind("gpt2")[1],
     "bytes": lambda: ch.train_tokenizer(kind="bytes", vocab_size=300, add_eos=True),
@@ -299,6 +306,7 @@ TOKENIZERS: dict[str, Callable[[], ch.Tokenizer]] = {
     "llama 3's words": lambda: cut_as("llama-bpe"),
     "qwen2's words": lambda: cut_as("qwen2"),
     "words": lambda: word_tokenizer(),
+    "small letters": lambda: lower_tokenizer(),
     "gpt-2's own": lambda: ch.load_tokenizer(shared_data("gpt2-tokenizer")),
     "llama2.c": lambda: ch.load_tokenizer(shared_data("stories260K")),
 }
@@ -321,6 +329,9 @@ def test_tokenizers(open_page: Open, kind: str) -> None:
         "１２³ ½ \u00a0\u3000z\u0085",
         "İstanbul ẞ é e\u0301",
         "a" * 300,
+        "the constructor sat on toString and __proto__",  # names that every object of JavaScript has
+        "a\ufffdb",
+        "\u039f\u0394\u039f\u03a3 \u039f\u0394\u039f\u03a3",  # the last sigma of a word has a small letter of its own
     ]
     texts.append((LIVE_FILES / "forward.js").read_text(encoding="utf-8")[:4000])
     # And ids that no text makes: broken characters, single bytes.
@@ -370,6 +381,48 @@ def test_it_is_used_like_the_page(open_page: Open, tmp_path: Path) -> None:
     one.page.wait_for_selector("[role=tab]")
     one.settle()
     assert one.errors == []
+
+
+@pytest.mark.parametrize(
+    ("name", "title", "words", "door"),
+    [
+        ("gpt2", "Divided by √d", "divided by √6", ""),
+        ("alibi", "Multiplied by 0.3", "bias for the distance", "adds a bias"),
+        ("t5", "Multiplied by 1", "bias for the distance", "adds a bias"),
+        ("turned", "Divided by √d", "divided by √6", ""),
+    ],
+)
+def test_follow_tells_the_scale_of_this_model(
+    open_page: Open, tmp_path: Path, name: str, title: str, words: str, door: str
+) -> None:
+    """T5 does not divide by √d, ALiBi adds a bias, and the Sandbox knows neither."""
+    model, tokenizer = make_kind(name)
+    state: dict[str, Any] = {"attention": "encoder", "follow.at": 1} if name == "t5" else {"follow.at": 1}
+    one = open_live(open_page, tmp_path, model, tokenizer, panel="follow", **state)
+    one.panel.locator(".stops").get_by_role("button", name="Scale").click()
+    assert title in one.panel.locator("#follow-title").inner_text()
+    assert words in one.panel.locator(".step").inner_text()
+    one.panel.locator(".stops").get_by_role("button", name="Q, K, V").click()
+    assert one.panel.get_by_role("button", name="Open this head in the Sandbox").count() == (not door)
+    assert door in one.panel.locator(".step").inner_text()
+
+
+def test_a_head_without_a_scale_in_the_sandbox(open_page: Open, tmp_path: Path) -> None:
+    tokenizer = make_kind("gpt2")[1]
+    config = ch.preset("gpt2", **{**SIZES, "vocab_size": tokenizer.vocab_size}, attention_scale=1.0)
+    one = open_live(open_page, tmp_path, ch.build(config, seed=3).eval(), tokenizer, "the cat", panel="follow")
+    one.panel.locator(".stops").get_by_role("button", name="Q, K, V").click()
+    one.panel.get_by_role("button", name="Open this head in the Sandbox").click()
+    assert not one.panel.get_by_label("Divide by √d").is_checked()
+
+
+def test_a_text_of_very_many_letters_is_refused_at_once(open_page: Open, tmp_path: Path) -> None:
+    """One of 100,000, cut into tokens first, held the page up for minutes."""
+    one = open_live(open_page, tmp_path, *make_kind("gpt2"))
+    one.page.get_by_label("Text", exact=True).fill("ab" * 10_000)
+    one.page.locator(".error").first.wait_for()
+    assert "20,000 letters" in one.errors[0]
+    assert one.panel.is_hidden()
 
 
 def test_another_number_is_noticed(open_page: Open, tmp_path: Path) -> None:

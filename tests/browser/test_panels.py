@@ -149,9 +149,11 @@ def use_generate(one: Opened, place: Path, model: str) -> None:
     rows = panel.locator(".chances li")
     assert rows.count() == 24
     drawn = panel.locator(".so-far .drawn").inner_text()
-    panel.get_by_role("button", name="Take the drawn token").click()
+    assert panel.locator(".knobs output").all_inner_texts() == ["1", "off", "off", "off", "off"]
+    take = panel.get_by_role("button", name="Take the drawn token")
+    take.evaluate("take => { take.click(); take.click(); }")
     one.settle()
-    assert len(one.state()["generate.written"].split(",")) == 1
+    assert len(one.state()["generate.written"].split(",")) == 1, "the second press came before another was drawn"
     panel.get_by_role("button", name="Step back").click()
     one.settle()
     assert panel.locator(".so-far .drawn").inner_text() == drawn, "the same seed draws the same token"

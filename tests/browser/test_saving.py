@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -28,7 +29,8 @@ def saved(one: Opened, label: str, folder: Path) -> Path:
         ("heads", "Attention map", ["cat"]),
         ("lens", "Likeliest token by layer and position", ["cat"]),
         ("attribution", "Shares of the logit by layer and part", ["FF"]),
-        ("cost", None, []),
+        ("cost", "Operations by length, one line a part", ["output projection", "feed-forward", "operations"]),
+        ("positions", None, ["sinusoidal", "similarity, 1 = the same position"]),
     ],
 )
 def test_a_picture_is_saved(open_page: Open, tmp_path: Path, panel: str, label: str | None, words: list[str]) -> None:
@@ -70,6 +72,17 @@ def test_a_page_is_saved_as_it_is_seen(open_page: Open, tmp_path: Path) -> None:
     again.page.reload()
     again.page.wait_for_selector("#panel .parts")
     assert again.errors == []
+
+
+def test_a_saved_page_follows_the_token_that_was_seen(open_page: Open, tmp_path: Path) -> None:
+    """It opened with an error: the walk was left out of every file."""
+    state: dict[str, Any] = {"site": "blocks.2.attention", "head": 3, "follow.at": 1, "follow.step": 7}
+    one = open_page(model="gpt", panel="follow", text="the cat sat on the mat", **state)
+    weights = one.panel.locator(".keys td.now").all_inner_texts()
+    again = open_page(saved(one, "Save page", tmp_path).as_uri())
+    assert again.errors == []
+    assert again.panel.locator(".keys td.now").all_inner_texts() == weights
+    assert len(weights) > 1
 
 
 COLOURS = """async (text) => {

@@ -118,7 +118,7 @@ def test_pages_of_other_sites_are_refused(address: str) -> None:
         ("read", b'{"run": {"model": "gpt", "text": 7}}', "a text"),
         ("map", b'{"run": {"model": "gpt", "text": "x"}, "site": "blocks.0.attention", "head": 99}', "from 0 to 3"),
         ("nothing", b'{"model": "gpt"}', "have no 'nothing'"),
-        ("picture", b"not a picture", "no picture that can be read"),
+        ("picture", b"not a picture", "no picture that can be read (of no known kind)"),
         ("sound", b"not a sound", "takes a sound"),
     ],
 )

@@ -6,7 +6,7 @@ import {ARROWS, barOf, button, card, colour, complain, controls, el, figure, kep
 /** A token or class by its name; empty: the most likely one. @param {Page} page @param {'token' | 'against'} key */
 export function targetField(page, key, label = '', usual = '') {
   const list = el('datalist', {id: `${key}-names`});
-  const input = el('input', {type: 'search', list: list.id, placeholder: usual, size: 16, autocomplete: 'off', onchange: () => page.state.set({[key]: input.value || null})});
+  const input = el('input', {type: 'search', list: list.id, placeholder: usual, size: Math.max(16, usual.length), autocomplete: 'off', onchange: () => page.state.set({[key]: input.value || null})});
   const fill = () => {
     if (document.activeElement !== input) input.value = page.state.get(key);
     list.replaceChildren(...[...page.reading?.answer.top ?? [], ...page.reading?.plain?.top ?? []].map(({token, label: name}) => el('option', {value: token ?? name})));
@@ -198,6 +198,7 @@ export function patchingPanel(root, page) {
     if (mine === turn) rest();
   }
   function tell() {
+    grid.node.hidden = false;
     const cells = rows.flatMap((shares, layer) => Array.from(shares, (share, c) => ({layer, share, name: names[c]}))).sort((a, b) => b.share - a.share);
     grid.say(`Layers down, tokens of the other text across. ${rows.length} of ${layers()} layers. The largest: ${quoted(cells[0].name)} at layer ${cells[0].layer}, ${(cells[0].share * 100).toFixed(0)}%.`,
       ['token', 'layer', 'share'], cells.slice(0, 20).map(({name, layer, share}) => [visible(name), layer, share.toFixed(3)]));
@@ -206,8 +207,7 @@ export function patchingPanel(root, page) {
     for (const {fill} of fields) fill();
     if (document.activeElement !== area) area.value = state.get('second');
     rows = [];
-    grid.say('Nothing is compared yet.', ['token', 'layer', 'share'], [['–', '–', '–']]);
-    grid.redraw();
+    grid.node.hidden = true;
     rest(turn + 1);
     complain(box, null);
     words.textContent = 'Write another text that differs in a word or two and is followed by another token.';

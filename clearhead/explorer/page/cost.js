@@ -17,6 +17,8 @@ export function panel(root, page) {
   const keys = Object.keys(now).map((key) => `cost.${key}`);
   const get = (key = '') => state.number(`cost.${key}`, now[key]);
   const put = (key = '') => (/** @type {number | string} */ value) => state.set({[`cost.${key}`]: value === now[key] ? null : value});
+  /** Names as on the drawing of the model: elsewhere on the page a head is one of attention's. @type {{[part: string]: string}} */
+  const called = {feedforward: 'feed-forward', head: config.head === 'classes' ? 'classes' : 'output projection'};
   const x = Array.from({length: Math.floor(Math.log2(Math.max(8192, max_len))) - 3}, (_, i) => 2 ** (i + 4));
   /** @type {Numbers} */
   let seconds = [];
@@ -70,9 +72,9 @@ export function panel(root, page) {
     /** @param {Series[]} series */
     const rows = (series, unit = '') => x.map((length, j) => [length, ...series.map(({y}) => short(y[j]) + unit)]);
     const some = (/** @type {Series} */ {y}) => Array.from(y).some(Boolean);
-    const work = lines(arrays.flops, parts);
+    const names = parts.map((/** @type {string} */ name) => called[name] ?? name), work = lines(arrays.flops, names);
     workChart.show({x: X, y: {label: 'operations', log: true}, series: work.filter(some), marks: crossover ? [{x: crossover, label: 'attention = all others'}] : []});
-    workChart.say(crossover ? `From ${crossover.toLocaleString('en')} tokens on, attention takes more operations than all other parts.` : 'Attention never takes more operations than all other parts.', ['length', ...parts], rows(work, ''));
+    workChart.say(crossover ? `From ${crossover.toLocaleString('en')} tokens on, attention takes more operations than all other parts.` : 'Attention never takes more operations than all other parts.', ['length', ...names], rows(work, ''));
     const held = lines(arrays.bytes, kinds);
     const peak = held[kinds.indexOf('peak')].y;
     memoryChart.show({x: X, y: {label: 'bytes', log: true}, series: held.filter(some)});

@@ -235,6 +235,7 @@ export function chart(root, label = '', height = 260) {
   const tint = (one, i = 0) => `--line-${(one.colour ?? i) % 6}`;
   const made = figure(root, {
     label, height,
+    legend: () => [...kind.series.map((one, i) => ({name: one.name, tint: tint(one, i), dash: one.dash})), {name: kind.y.label}],
     draw(ink, width) {
       const {series, marks = []} = kind;
       if (!series.length) return;

@@ -1,6 +1,6 @@
 /** Follow a token: one position, one head, every number from the embedding to the next token, step by step. */
 
-import {ARROWS, bars, button, card, choice, colour, controls, el, extent, figure, font, note, percent, quoted, short, visible, within} from './draw.js';
+import {ARROWS, bars, button, card, choice, colour, controls, el, extent, figure, font, liveOnly, note, percent, quoted, short, visible, within} from './draw.js';
 import {attentionOf} from './grid.js';
 import {carry} from './sandbox.js';
 
@@ -54,6 +54,7 @@ export function panel(root, page) {
       list('Layer', range(sites.length), String(layer), (value) => state.set({site: sites[Number(value)], head})),
       list('Head', range(heads), String(head), (value) => state.set({site: sites[layer], head: value})),
     ].filter(Boolean));
+    liveOnly(knobs, 'follow');
   }
   function walk(to = 0) {
     if (to < 0 || to >= stops.length) return rest();
@@ -114,6 +115,7 @@ function stopsOf(told, page) {
   const {arrays: x, layer, layers, head, norm_first: pre, keys, scale, turned} = told;
   const width = x.embedding.length, E = x.q.length, config = page.model().config;
   const isCross = told.site.endsWith('.cross'), token = quoted(told.token);
+  const isRoot = isRootOf(E, scale), isBiased = !isCross && BIASED.includes(config.positions);
   const [mine, all] = [`head ${head}`, `all heads of this ${isCross ? 'cross-attention' : 'attention'}`];
   const table = (/** @type {number} */ upTo) => (/** @type {Box} */ box, /** @type {Pace} */ pace) => keyTable(box, told, upTo, pace);
   /** @param {...(string | false | undefined)} told names, each with the words beside it */
@@ -140,7 +142,8 @@ function stopsOf(told, page) {
         box.append(sandboxDoor(told, page));
       }},
     {name: 'Scores', title: 'The query times each key', equation: 'q · k', words: `The dot product of the query with each key: the sum of ${E} products.`, draw: table(1)},
-    {name: 'Scale', title: 'Divided by √d', equation: `q · k × ${short(scale)}${'t5 alibi'.includes(config.positions) ? ' + bias of the distance' : ''}`, words: `A sum of ${E} products can be large. Without the scale, the softmax would give nearly all weight to one token.`, draw: table(2)},
+    {name: 'Scale', title: isRoot ? 'Divided by √d' : `Multiplied by ${short(scale)}`, equation: `q · k × ${short(scale)}${isBiased ? ' + bias of the distance' : ''}`,
+      words: `${isRoot ? `A sum of ${E} products can be large, and from large scores the softmax gives nearly all weight to one token. So scores are divided by √${E}.` : `This model multiplies scores by ${short(scale)}, not by 1/√${E}.`}${isBiased ? ' A bias for the distance between the two tokens is added.' : ''}`, draw: table(2)},
     {name: 'Mask', title: 'Tokens that are hidden get −∞', equation: 'score = −∞ where hidden',
       words: Array.from(x.allowed).every(Boolean) ? 'Nothing is hidden from this token.' : 'The mask hides some tokens from this one. Their score becomes −∞, so their weight becomes 0.', draw: table(3)},
     {name: 'Softmax', title: 'Scores become weights', equation: 'weight = e^score / Σ e^score', words: 'Weights are positive and sum to 1. This is one row of the attention map.', draw: table(4)},
@@ -270,14 +273,19 @@ function stack(root, title, tokens, values, d, {shown}) {
   made.say(`${title} of ${tokens.length} tokens, ${d} numbers each.`);
 }
 
+const BIASED = ['t5', 'alibi'];
+const isRootOf = (d = 1, scale = 1) => Math.abs(scale * Math.sqrt(d) - 1) < 1e-4;
+
 /** To the Sandbox, with this head's numbers. @param {Answer} told @param {Page} page */
-function sandboxDoor({site, arrays: x, keys, position}, page) {
+function sandboxDoor({site, arrays: x, keys, position, scale}, page) {
   const isCausal = page.model().shape === 'decoder' || site.startsWith('decoder.');
-  const isCross = site.endsWith('.cross'), last = isCausal ? position : Math.max(position, Math.min(keys.length, 6) - 1);
-  const address = isCross ? null : carry(keys, {q: x.queries, k: x.k, v: x.v}, x.q.length, last, isCausal);
-  const words = isCross ? 'The Sandbox can not show cross-attention: there, queries and keys belong to different texts.' : `The Sandbox shows up to 16 numbers a token; this head has ${x.q.length}.`;
+  const last = isCausal ? position : Math.max(position, Math.min(keys.length, 6) - 1), d = x.q.length;
+  const reason = site.endsWith('.cross') ? 'The Sandbox can not show cross-attention: there, queries and keys belong to different texts.'
+    : BIASED.includes(page.model().config.positions) ? 'The Sandbox can not show this head: it adds a bias for the distance between tokens.'
+      : scale !== 1 && !isRootOf(d, scale) ? `The Sandbox divides by √d or not at all; this head multiplies by ${short(scale)}.` : '';
+  const address = reason ? null : carry(keys, {q: x.queries, k: x.k, v: x.v}, d, last, {causal: isCausal, scaled: isRootOf(d, scale)});
   return address ? el('p', {class: 'note'}, button('Open this head in the Sandbox', () => page.state.set(address)), ` ${Math.min(6, last + 1)} tokens, numbers rounded to 0.001; the weights there are over these tokens only.`)
-    : note(words);
+    : note(reason || `The Sandbox shows up to 16 numbers a token; this head has ${d}.`);
 }
 
 /** Keys from the one that weighs most on. @param {Numbers} weights */

@@ -30,20 +30,24 @@ export function panel(root, page) {
   };
 }
 
+/** They do nothing at their usual value. */
+const FILTERS = ['top_k', 'top_p', 'min_p', 'repetition_penalty'];
+
 /** Sliders whose numbers are kept in the address. @param {State} state @param {Knob[]} told */
 function knobs(state, told) {
   const keys = told.map(([key]) => `generate.${key}`);
   return {
     keys, values: () => Object.fromEntries(told.map(([key, , , , , usual], i) => [key, state.number(keys[i], usual)])),
-    sliders: told.map(([, label, min, max, step, usual], i) => slider(label, [min, max, step], state.number(keys[i], usual),
-      (value) => state.set({[keys[i]]: value === usual ? null : value}))),
+    sliders: told.map(([key, label, min, max, step, usual], i) => slider(label, [min, max, step], state.number(keys[i], usual),
+      (value) => state.set({[keys[i]]: value === usual ? null : value}), (value = 0) => (FILTERS.includes(key) && value === usual ? 'off' : String(value)))),
   };
 }
 
 /** @type {PanelKind['panel']} */
 function sample(root, page) {
   const {state} = page;
-  let drawn = 0;
+  /** @type {number | null} none while it is drawn */
+  let drawn = null;
   const written = () => state.get('generate.written').split(',').filter(Boolean).map(Number);
   /** @param {number[]} ids */
   const put = (ids) => state.set({'generate.written': ids.join(',') || null});
@@ -56,7 +60,7 @@ function sample(root, page) {
     ['min_p', 'Min-p', 0, 0.5, 0.01, 0], ['repetition_penalty', 'Repetition penalty', 1, 2, 0.05, 1]]);
   const box = card('The next token', '', told, list);
   root.append(el('div', {class: 'sampling'}, el('div', {class: 'stack'},
-    card('So far', '', story, liveOnly(row(button('Take the drawn token', () => put([...written(), drawn]), 'main'),
+    card('So far', '', story, liveOnly(row(button('Take the drawn token', () => drawn !== null && put([...written(), drawn]), 'main'),
       button('Draw again', () => state.set({'generate.seed': state.number('generate.seed', 0) + 1}), 'quiet'), back, restart))),
     card('How it is chosen', 'The temperature sharpens or flattens the probabilities, the filters remove unlikely tokens, and one of the rest is drawn at random. In the list, the outline is the probability before this, the filled bar after it.',
       liveOnly(el('div', {class: 'knobs'}, ...knob.sliders)))), box));
@@ -64,6 +68,7 @@ function sample(root, page) {
   function update() {
     const [ids, run] = [written(), page.run()];
     const params = {run, ids, ...knob.values(), seed: state.number('generate.seed', 0)};
+    drawn = null;
     if (asks('step')) back.disabled = restart.disabled = !ids.length;
     void page.load(box, 'step', 'step', params, (answer) => {
       /** @type {Choice[]} */

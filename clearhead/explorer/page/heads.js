@@ -21,8 +21,8 @@ export function panel(root, page) {
   const grid = makeGrid(left, page, {
     label: 'Heads', sorts: true, pick(head) {
       page.state.set({site: head.site, head: head.head});
-      // In one column the map is below the heads.
-      if (right.offsetTop > left.offsetTop + left.offsetHeight / 2) right.scrollIntoView({block: 'start'});
+      // In one column the map is below the heads; in two it may end below the window, under a lesson.
+      right.scrollIntoView({block: right.offsetTop > left.offsetTop + left.offsetHeight / 2 ? 'start' : 'nearest'});
     },
     filled(heads, done) {
       // In an order of the reader's, the first head; it is known when all of them are.

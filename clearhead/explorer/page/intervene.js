@@ -22,7 +22,7 @@ export function panel(root, page) {
   const put = (changes) => state.set({changes: writeChanges(changes) || null});
   const other = otherField(page);
   const factor = slider('Factor', [-2, 4, 0.25], state.number('by', 0.5), (by) => state.set({by}));
-  const measured = targetField(page, 'token', 'Measure the loss of', 'all tokens');
+  const measured = targetField(page, 'token', 'Measure the loss of', page.model().head === 'classes' ? 'the class it chose' : page.model().shape === 'encoder' ? 'its answer' : 'all tokens');
   left.append(controls(attentionChoice(page), liveOnly(keptChoice(state, 'how', 'zero', 'Set to', Object.entries(HOWS).filter(([name]) => name !== 'steer'))), factor), liveOnly(other));
 
   /** @type {Map<string, Effect>} effects by site and head */

@@ -78,7 +78,9 @@ export function makeMap(root, page, label = '') {
     const top = (/** @type {Element | null} */ node) => node?.getBoundingClientRect().top ?? 0;
     const begins = top(root.parentElement) + scrollY + top(drawn.canvas) - top(root);
     const most = within(innerHeight - begins - plot.y - 58, 360, 680);
-    plot.w = Math.min(width - plot.x - 10, across * LARGEST_CELL, most * Math.max(1, Math.min(1.4, across / down)));
+    // The slanted name of the last column goes on to the right of it.
+    const beyond = across > 60 ? 0 : 4.4 * Math.min(12, names('cols')[Math.ceil(view.c1) - 1]?.length ?? 0);
+    plot.w = Math.min(width - plot.x - Math.max(10, beyond), across * LARGEST_CELL, most * Math.max(1, Math.min(1.4, across / down)));
     plot.h = Math.max(Math.min(most, down * 20), Math.min(down * (plot.w / across), plot.w * 1.2, down * LARGEST_CELL, most));
   }
   /** @param {Tile} tile */

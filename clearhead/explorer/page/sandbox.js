@@ -52,13 +52,13 @@ function read(text = '') {
   return fits && q.length <= NAMES.length ? {q, k, v} : begin('back', 4, 2);
 }
 /** The address of one head's own numbers: the tokens up to `last`, as many as fit here; null if its vectors are too wide to be read.
- * @param {string[]} tokens @param {{[name in keyof Hand]: Numbers}} head @param {boolean} causal */
-export function carry(tokens, head, d = 0, last = 0, causal) {
+ * @param {string[]} tokens @param {{[name in keyof Hand]: Numbers}} head @param {{causal: boolean, scaled: boolean}} how */
+export function carry(tokens, head, d = 0, last = 0, how) {
   if (d > WIDEST) return null;
   const first = Math.max(0, last + 1 - NAMES.length);
   const rows = (/** @type {Numbers} */ x) => tokens.slice(first, last + 1).map((_, i) => Array.from({length: d}, (__, e) => Number(x[(first + i) * d + e].toFixed(3))));
   return {panel: 'sandbox', 'sandbox.hand': write({q: rows(head.q), k: rows(head.k), v: rows(head.v)}), 'sandbox.names': tokens.slice(first, last + 1).join(BETWEEN),
-    'sandbox.causal': causal ? '1' : null, 'sandbox.sqrt': null};
+    'sandbox.causal': how.causal ? '1' : null, 'sandbox.sqrt': how.scaled ? null : '0'};
 }
 const short = (x = 0) => (x === -Infinity ? '−∞' : String(Number(x.toFixed(2))).replace('-', '−'));
 

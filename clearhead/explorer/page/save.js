@@ -1,6 +1,6 @@
 /** Saving: a picture as PNG, or as SVG by drawing it again on a canvas that writes down what is drawn; and the whole page as a file. */
 
-import {button, colour, el, row} from './draw.js';
+import {button, colour, el, font, row} from './draw.js';
 
 /** Hand a file to the browser. @param {Blob} blob */
 export function download(name = '', blob) {
@@ -10,23 +10,51 @@ export function download(name = '', blob) {
 }
 const nameOf = (label = '') => label.toLowerCase().replace(/[^a-z0-9]+/g, '-').replace(/^-|-$/g, '') || 'picture';
 
+const LINE = 20;
+/** The names of a chart's lines, from `top` on; returns where they end. @param {Ink} ink @param {FigureKind} kind */
+function drawLegend(ink, kind, top = 0, width = 0) {
+  let x = 56, y = top;
+  ink.font = font(12);
+  ink.textAlign = 'left';
+  ink.textBaseline = 'middle';
+  for (const {name, tint, dash} of kind.legend?.() ?? []) {
+    const key = tint ? 26 : 0, wide = key + ink.measureText(name).width + 18;
+    if (x > 56 && x + wide > width) [x, y] = [56, y + LINE];
+    ink.strokeStyle = ink.fillStyle = colour(tint ?? '--soft');
+    ink.lineWidth = 2;
+    ink.setLineDash(dash ? [5, 4] : []);
+    ink.beginPath();
+    ink.moveTo(x, y + LINE / 2);
+    ink.lineTo(x + Math.max(0, key - 8), y + LINE / 2);
+    ink.stroke();
+    ink.fillText(name, x + key, y + LINE / 2);
+    x += wide;
+  }
+  return y + LINE;
+}
+
 /** Buttons for a figure. @param {HTMLCanvasElement} canvas @param {FigureKind} kind @param {(ink: Ink, width: number, height: number) => void} paint */
 export function saveRow(canvas, kind, paint) {
+  const below = () => (kind.legend ? drawLegend(/** @type {Ink} */ (el('canvas').getContext('2d')), kind, 0, canvas.clientWidth) : 0);
   const png = () => {
-    const copy = el('canvas', {width: canvas.width, height: canvas.height});
+    const ratio = canvas.width / canvas.clientWidth, height = canvas.clientHeight + below();
+    const copy = el('canvas', {width: canvas.width, height: Math.round(height * ratio)});
     const ink = /** @type {Ink} */ (copy.getContext('2d'));
     ink.fillStyle = colour('--card');
     ink.fillRect(0, 0, copy.width, copy.height);
     ink.drawImage(canvas, 0, 0);
+    ink.scale(ratio, ratio);
+    drawLegend(ink, kind, canvas.clientHeight, canvas.clientWidth);
     copy.toBlob((blob) => blob && download(`${nameOf(kind.label)}.png`, blob));
   };
   const svg = () => {
     const {clientWidth: width, clientHeight: height} = canvas;
-    const ink = new SvgInk();
+    const file = new SvgInk(), ink = /** @type {Ink} */ (/** @type {unknown} */ (file));
     ink.fillStyle = colour('--card');
-    ink.fillRect(0, 0, width, height);
-    paint(/** @type {Ink} */ (/** @type {unknown} */ (ink)), width, height);
-    download(`${nameOf(kind.label)}.svg`, new Blob([ink.file(width, height)], {type: 'image/svg+xml'}));
+    ink.fillRect(0, 0, width, height + below());
+    paint(ink, width, height);
+    drawLegend(ink, kind, height, width);
+    download(`${nameOf(kind.label)}.svg`, new Blob([file.file(width, height + below())], {type: 'image/svg+xml'}));
   };
   return row(el('span', {}, 'Save as'), button('PNG', png, 'link', `Save ${kind.label} as PNG`), button('SVG', svg, 'link', `Save ${kind.label} as SVG`));
 }

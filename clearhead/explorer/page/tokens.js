@@ -87,6 +87,8 @@ function sampleField(page, box) {
     } catch (error) {
       complain(box, error);
     }
+    // The same file can be chosen again, after a sample or a mended mistake.
+    file.value = '';
   }});
   return liveOnly(row(select, el('label', {class: 'file'}, file, el('span', {}, `Open a ${kind}`))));
 }

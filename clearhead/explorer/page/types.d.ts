@@ -110,6 +110,8 @@ interface FigureKind {
   label: string;
   /** CSS pixels; a function of the width where it depends on it. */
   height: number | ((width: number) => number);
+  /** The lines' names, which stand beside the canvas on the page and below it in a saved picture. */
+  legend?(): {name: string, tint?: string, dash?: boolean}[];
   /** In CSS pixels; the canvas is clear and scaled. */
   draw(ink: Ink, width: number, height: number): void;
   /** The words of the tooltip at a place, or null; called from data already here. */

@@ -5,6 +5,8 @@ import {trace} from './trace.js';
 import {draw, filtered, penalised, ranked} from './sample.js';
 
 const KEPT = 6, TOP = 20;
+/** Letters of a text: a page that cuts a million of them into tokens answers nothing else for minutes. */
+const MOST_LETTERS = 10_000;
 
 /** @param {Computing} model @param {Words} tokenizer @param {LiveModel} told */
 export function makeAnswers(model, tokenizer, {generation, limit, target_limit: targetLimit}) {
@@ -25,8 +27,13 @@ export function makeAnswers(model, tokenizer, {generation, limit, target_limit: 
     if (!ids.length) throw new Error(`The ${what} has no token; write something.`);
     if (ids.length > most) throw new Error(`The ${what} has ${ids.length} tokens; this page computes by itself and takes ${most} at most. Shorten it, or run clearhead explore.`);
   }
+  /** @type {Words['encode']} */
+  function encode(text = '', ...how) {
+    if (text.length > MOST_LETTERS) throw new Error(`The text has ${text.length.toLocaleString('en')} letters; this page computes by itself and takes ${MOST_LETTERS.toLocaleString('en')} at most. Shorten it, or run clearhead explore.`);
+    return tokenizer.encode(text, ...how);
+  }
   function read(text = '') {
-    let ids = tokenizer.encode(text);
+    let ids = encode(text);
     if (isPair && tokenizer.eos !== null && ids.at(-1) !== tokenizer.eos) ids = [...ids, tokenizer.eos];
     if (!ids.length && generation.bos !== null) ids = [generation.bos];
     checkLength(ids);
@@ -55,7 +62,7 @@ export function makeAnswers(model, tokenizer, {generation, limit, target_limit: 
     const look = {see: (/** @type {string} */ site, /** @type {Rows} */ value) => void seen.set(site, value), change};
     if (!isPair) return {source, target: [], seen, states: model.states(source, look), change};
     const memory = model.encode(source, look);
-    const ids = [...prompt(), ...(target === null ? greedy(source, memory, change) : tokenizer.encode(target, false, true))];
+    const ids = [...prompt(), ...(target === null ? greedy(source, memory, change) : encode(target, false, true))];
     checkLength(ids, targetLimit, 'target');
     return {source, target: ids, memory, seen, states: model.states(ids, look, {}, memory), change};
   }
@@ -152,7 +159,7 @@ export function makeAnswers(model, tokenizer, {generation, limit, target_limit: 
   function lengthNote(run) {
     if (run.second === null) return null;
     const [n, m] = [read(run.text).length, read(run.second).length];
-    if (m >= n) return m === n ? null : `The second text has ${m} tokens, the first ${n}: places are patched one to one.`;
+    if (m >= n) return m === n ? null : `The second text has ${m} tokens, the first ${n}: positions are patched one to one.`;
     return `The second text has ${m} tokens, the first ${n}: only the first ${m} are patched.`;
   }
 
@@ -254,7 +261,7 @@ export function makeAnswers(model, tokenizer, {generation, limit, target_limit: 
 
   /** The id of a token, given its text or its name on the page. */
   function idOf(token = '') {
-    const ids = tokenizer.encode(token, false, true);
+    const ids = encode(token, false, true);
     const id = ids.length === 1 && ids[0] !== tokenizer.unk ? ids[0] : Array.from({length: config.vocab_size}, (_, at) => at).find((at) => tokenizer.name(at) === token);
     if (id === undefined) throw new Error(`“${token}” is not one token but ${ids.length}: ${ids.slice(0, 8).map(tokenizer.name).join(', ') || 'none'}; take one of these.`);
     return id;

@@ -25,7 +25,8 @@ function isolate(text = '', pattern = WORDS) {
 const NORMAL = {
   Prepend: (text, {prepend}) => (text ? prepend + text : text),
   Replace: (text, {from, to}) => text.replaceAll(from, to),
-  Lowercase: (text) => text.toLowerCase(),
+  // Letter by letter: of a whole word, JavaScript makes the last Σ a ς, and Python's tokenizers do not.
+  Lowercase: (text) => Array.from(text, (letter) => letter.toLowerCase()).join(''),
   NFC: (text) => text.normalize('NFC'), NFD: (text) => text.normalize('NFD'),
   NFKC: (text) => text.normalize('NFKC'), NFKD: (text) => text.normalize('NFKD'),
 };
@@ -44,10 +45,10 @@ const CUTS = {
  * @param {Pipeline['model']} model */
 function bytePairs({vocab, merges, unk, fuse, bytes, whole}) {
   const wide = 2 ** 21;
-  const ranks = new Map(merges.map(([left, right], rank) => [vocab[left] * wide + vocab[right], [rank, vocab[left + right]]]));
+  const ranks = new Map(merges.map(([left, right], rank) => [vocab[left] * wide + vocab[right], rank]));
   /** @param {string} word */
   return (word) => {
-    if (whole && word in vocab) return [vocab[word]];
+    if (whole && Object.hasOwn(vocab, word)) return [vocab[word]];
     /** @type {number[]} */
     const ids = [];
     for (const letter of word) {
@@ -56,14 +57,16 @@ function bytePairs({vocab, merges, unk, fuse, bytes, whole}) {
       else if (pieces.length && pieces.every((id) => id !== undefined)) ids.push(...pieces);
       else if (unk !== null && !(fuse && ids.at(-1) === unk)) ids.push(unk);
     }
+    const rank = (at = 0) => ranks.get(ids[at] * wide + ids[at + 1]) ?? Infinity;
+    // Only the pairs beside a merge are looked up again: a text without blanks is one long word.
+    const pairs = ids.map((_, at) => rank(at));
     for (;;) {
-      let best = Infinity, at = -1, made = 0;
-      for (let i = 0; i + 1 < ids.length; i++) {
-        const found = ranks.get(ids[i] * wide + ids[i + 1]);
-        if (found && found[0] < best) [[best, made], at] = [found, i];
-      }
-      if (at < 0) return ids;
-      ids.splice(at, 2, made);
+      let at = 0;
+      for (let i = 1; i < pairs.length; i++) if (pairs[i] < pairs[at]) at = i;
+      if (!(pairs[at] < Infinity)) return ids;
+      ids.splice(at, 2, vocab[merges[pairs[at]].join('')]);
+      pairs.splice(at, 2, rank(at));
+      if (at) pairs[at - 1] = rank(at - 1);
     }
   };
 }
@@ -76,7 +79,7 @@ export function makeTokenizer({sides, names, special, roles}) {
     const alone = added.map(([text]) => text).sort((a, b) => b.length - a.length);
     const ids = new Map(added.map(([text, id]) => [text, id]));
     const pattern = alone.length ? new RegExp(alone.map((text) => text.replace(/[\\^$.*+?()[\]{}|/-]/g, '\\$&')).join('|'), 'gu') : null;
-    const pieces = model.type === 'BPE' ? bytePairs(model) : (word = '') => [model.vocab[word] ?? model.unk];
+    const pieces = model.type === 'BPE' ? bytePairs(model) : (word = '') => [Object.hasOwn(model.vocab, word) ? model.vocab[word] : model.unk];
     return (text = '', around = true) => {
       const found = (pattern ? isolate(text, pattern) : [text].filter(Boolean)).flatMap((part) => {
         const id = ids.get(part);
@@ -104,7 +107,8 @@ export function makeTokenizer({sides, names, special, roles}) {
   };
 }
 
-const utf8 = (/** @type {number[]} */ bytes) => new TextDecoder('utf-8', {ignoreBOM: true}).decode(new Uint8Array(bytes));
+/** @param {number[]} bytes */
+const utf8 = (bytes, fatal = false) => new TextDecoder('utf-8', {ignoreBOM: true, fatal}).decode(new Uint8Array(bytes));
 
 /** @type {{[type: string]: (tokens: string[], step: any) => string[]}} */
 const BACK = {
@@ -128,8 +132,11 @@ const BACK = {
     /** @type {number[]} */
     let run = [];
     const close = () => {
-      const text = utf8(run), isText = !text.includes('\ufffd');
-      if (run.length) out.push(...(isText ? [text] : run.map(() => '\ufffd')));
+      try {
+        if (run.length) out.push(utf8(run, true));
+      } catch {
+        out.push(...run.map(() => '\ufffd'));
+      }
       run = [];
     };
     for (const token of tokens) {
