@@ -68,7 +68,7 @@ def grade(exercise: Exercise, function: Function) -> Grade:
 
 def diagnose(exercise: Exercise, function: Function, found: Grade, results: Mapping[str, Any]) -> str | None:
     """The likely mistake in words: chance, a known mistake, or the first law that fails."""
-    if found.error is None and is_random(exercise, function, results):
+    if found.error is None and attempt(is_random, exercise, function, results) is True:
         return "the same inputs give other numbers each time: leave out dropout, and whatever else is random"
     mistake = find_mistake(exercise, results)
     if mistake is not None:
@@ -214,7 +214,7 @@ def tensor_difference(found: Any, expected: Tensor, *, nan: bool) -> str | None:
     index = tuple(at)
     if found.dtype == torch.bool:
         return f"{int((gap > 0).sum())} of {gap.numel()} differ, the first at {at}: yours {bool(ours[index])}"
-    few, many = ([f"{float(each[index]):.{digits}g}" for each in (ours, theirs)] for digits in (4, 8))
+    few, many = ([f"{float(each[index]):.{digits}g}" for each in (ours, theirs)] for digits in (4, 7))
     yours, right = many if few[0] == few[1] else few
     coarse = found.dtype in (torch.float16, torch.bfloat16)
     return f"the largest difference is at {at}: yours {yours}, expected {right}" + (

@@ -360,6 +360,12 @@ def test_chance_is_told_and_a_state_is_not_chance() -> None:
     assert found.diagnosis is None
 
 
+def test_an_array_of_numpy_is_told() -> None:
+    found = grade(load_exercise("softmax"), lambda scores: scores.softmax(-1).numpy())
+    assert "returns a ndarray, expected a tensor of shape" in found.findings[0].detail
+    assert found.diagnosis is None
+
+
 def test_half_precision_is_told() -> None:
     found = grade(load_exercise("softmax"), lambda scores: scores.bfloat16().softmax(-1))
     assert "your numbers are torch.bfloat16, which has too few digits" in found.findings[0].detail
