@@ -124,7 +124,7 @@ def copied(args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def find_mistake(exercise: Exercise, results: Mapping[str, Any]) -> Mistake | None:
-    """The known mistake that gives the student's results in most cases, and in one at least where they are wrong."""
+    """The known mistake that gives the student's results most often, and in one case at least where they are wrong."""
     cases = {words: args for words, args in exercise.cases().items() if words in results}
     if exercise.reference is None:
         return None

@@ -72,6 +72,11 @@ def dropped_are_zero(logits: Tensor, p: float) -> Tensor:
     return kept.masked_fill(kept == -math.inf, 0.0)
 
 
+def share_of_tokens(logits: Tensor, p: float) -> Tensor:
+    n = max(1, int(p * logits.shape[1]))
+    return logits.masked_fill(logits < logits.topk(n).values[:, -1:], -math.inf)
+
+
 def kept_share(function: Function) -> str:
     logits = torch.tensor([[0.5, 0.1, 0.25, 0.15]]).log()
     kept = function(logits.clone(), 0.7).isfinite()
@@ -109,6 +114,10 @@ EXERCISE = Exercise(
             "each token; not both",
             one_too_many,
             kept_share,
+        ),
+        Mistake(
+            "you keep a share p of the tokens, a fixed number of them: that is top-k. Their probabilities sum to p",
+            share_of_tokens,
         ),
         Mistake("these are probabilities; return the logits", lambda logits, p: answer(logits, p).softmax(-1)),
         Mistake("dropped tokens have the logit 0, which is a probability like others; -inf has none", dropped_are_zero),
