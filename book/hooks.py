@@ -245,8 +245,11 @@ def commands_of(block: re.Match[str], result: Path) -> list[list[str]]:
 
 def with_result(block: str, page: File) -> str:
     """A block that shows a command with a result, and the result behind it. In commands only comments are grey."""
-    if not (run_block := RUN.fullmatch(block)):
-        return block if re.search(r"^\$ ", block, re.M) else block.replace("```console", "```bash", 1)
+    run_block = RUN.fullmatch(block)
+    if not re.search(r"^\$ ", block, re.M):
+        block = block.replace("```console", "```bash", 1)
+    if not run_block:
+        return block
     result = result_of(run_block)
     name, folder = result.parent.name, between(page.src_uri, f"results/{result.parent.name}")
     if not result.is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,9 @@ class Measured:
     king: list[tuple[str, float]]  # the nearest to king - man + woman, all words
     queen: float  # cosine of king and queen, first seed
     apart: float  # mean cosine of all pairs of words, first seed
+    places: dict[
+        str, tuple[list[str], Tensor]
+    ]  # words of a kind, or of a sex, and where they lie in a plane, first seed
     plural: dict[str, list[float]]
     plural_chance: float
     n_plurals: int
@@ -146,12 +150,28 @@ def describe(table: Tensor, vocab: list[str], real: Tensor, real_vocab: list[str
     pairs = cosines.triu(1).sum() / (len(unit) * (len(unit) - 1) / 2)
     shown = [one for one, _ in facts.plurals(real_vocab)][:6]
     near = [(one, neighbours(real, [real_vocab.index(one)], n=4)) for one in shown]
+    men, women = zip(*facts.ROLES, strict=True)
+    places = plane_of(table, vocab, facts.KINDS) | plane_of(table, vocab, {"men": men, "women": women})
     return dict(
+        places=places,
         king=nearest_to(table, vocab, ("king", "man", "woman"), True, 4),
         queen=float(cosines[vocab.index("king"), vocab.index("queen")]),
         apart=float(pairs),
         examples=[(one, ", ".join(f"{real_vocab[id]} {cosine:.2f}" for id, cosine in found)) for one, found in near],
     )
+
+
+def plane_of(
+    table: Tensor, vocab: list[str], kinds: Mapping[str, Sequence[str]]
+) -> dict[str, tuple[list[str], Tensor]]:
+    """Where the words lie in the plane in which they differ most (their first two principal components)."""
+    known = {kind: [word for word in words if word in vocab] for kind, words in kinds.items()}
+    rows = F.normalize(table, dim=-1)[[vocab.index(word) for words in known.values() for word in words]]
+    rows = rows - rows.mean(0)
+    directions = torch.linalg.svd(rows, full_matrices=False).Vh[:2]
+    directions = directions * directions.sum(-1, keepdim=True).sign()  # each is found up to its sign
+    parts = (rows @ directions.T).split([len(words) for words in known.values()])
+    return {kind: (words, part) for (kind, words), part in zip(known.items(), parts, strict=True)}
 
 
 def conclude(m: Measured) -> Result:
@@ -218,10 +238,15 @@ def charts_of(m: Measured, names: tuple[str, ...]) -> tuple[Chart, ...]:
                 for name in names
             ),
         ),
-        Chart(
-            "Analogies",
-            "",
-            "share right",
-            (Curve("right", tuple(m.analogies), tuple(middle(values) for values in m.analogies.values())),),
-        ),
+        map_of("Words of four kinds", m, tuple(facts.KINDS), has_words=False),
+        map_of("Who is to whom as king to queen", m, ("men", "women")),
     )
+
+
+def map_of(title: str, m: Measured, kinds: tuple[str, ...], *, has_words: bool = True) -> Chart:
+    curves: list[Curve] = []
+    for kind in kinds:
+        words, places = m.places[kind]
+        x, y = (tuple(column) for column in places.T.tolist())
+        curves.append(Curve(kind, x, y, tuple(words) if has_words else ()))
+    return Chart(title, "first principal component", "second", tuple(curves), is_map=True)

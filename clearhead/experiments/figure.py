@@ -33,6 +33,8 @@ def draw(result: Result) -> Any:
 def draw_chart(axes: Any, chart: Chart) -> None:
     if any(isinstance(x, str) for curve in chart.curves for x in curve.x):
         _draw_bars(axes, chart)
+    elif chart.is_map:
+        _draw_map(axes, chart)
     else:
         for n, curve in enumerate(chart.curves):
             shown = [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if math.isfinite(y)]
@@ -71,6 +73,15 @@ def _draw_bars(axes: Any, chart: Chart) -> None:
     if crowded:
         for label in axes.get_xticklabels():
             label.set_horizontalalignment("right")
+
+
+def _draw_map(axes: Any, chart: Chart) -> None:
+    for n, curve in enumerate(chart.curves):
+        axes.plot(curve.x, curve.y, SIGNS[n % 8], color=COLOURS[n % 8], markersize=4, label=curve.label)
+        for word, x, y in zip(curve.words, curve.x, curve.y, strict=False):
+            axes.annotate(word, (x, y), xytext=(3, 3), textcoords="offset points", fontsize=7)
+    axes.margins(0.12)
+    axes.set_aspect("equal", adjustable="datalim")
 
 
 def write(result: Result, file: Path) -> None:

@@ -118,7 +118,7 @@ def conclude(m: Measured) -> Result:
     )
 
 
-RELATIVE = (("Rotary", "rotary"), ("ALiBi", "alibi"), ("T5's distances", "t5"))
+RELATIVE = (("Rotary", "rotary"), ("ALiBi", "alibi"), ("T5's bias", "t5"))
 
 
 def longer(claim: str, kind: str, m: Measured, longest: int, *, fails: bool = False) -> Finding:

@@ -20,11 +20,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a chart, or one group of bars: then `x` are names."""
+    """One line of a chart, or one group of bars: then `x` are names. On a map: one kind of points, with their `words`."""
 
     label: str
     x: tuple[Cell, ...]
     y: tuple[float, ...]
+    words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Chart:
     curves: tuple[Curve, ...]
     log_x: bool = False
     log_y: bool = False
+    is_map: bool = False  # points in a plane, not lines: both axes have the same scale
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,10 @@ class Result:
             tuple(
                 replace(
                     Chart(**chart),
-                    curves=tuple(Curve(k["label"], tuple(k["x"]), tuple(k["y"])) for k in chart["curves"]),
+                    curves=tuple(
+                        Curve(k["label"], tuple(k["x"]), tuple(k["y"]), tuple(k.get("words", ())))
+                        for k in chart["curves"]
+                    ),
                 )
                 for chart in values["charts"]
             ),

@@ -42,15 +42,12 @@ class HeadScore:
     head: int
     entropy: float | None  # nats
     confidence: float | None  # the largest weight
-    positional: (
-        float | None
-    )  # the share of queries whose largest weight is at the most frequent distance (Voita et al. 2019)
+    # The share of queries whose largest weight is at the most frequent distance (Voita et al. 2019).
+    positional: float | None
     distance: int | None  # that distance, key minus query: -1 is the token before
     previous: float | None = None  # weight on the token before
     first: float | None = None  # weight on the first token
-    induction: float | None = (
-        None  # weight on tokens that followed an earlier occurrence of this one (Olsson et al. 2022)
-    )
+    induction: float | None = None  # weight on what followed an earlier occurrence of this token (Olsson et al. 2022)
     alignment: float | None = None  # cross-attention only: weight on the source tokens that `aligned` names
 
 

@@ -62,12 +62,30 @@ def grade(exercise: Exercise, function: Function) -> Grade:
         words = [*exercise.cases(), *exercise.laws][done]
         found.findings.append(Finding(words, "error", describe_error(error)))
     if not found.passed:
-        mistake = find_mistake(exercise, results)
-        laws = (
-            finding.detail for finding in found.findings if finding.words in exercise.laws and finding.outcome == "fail"
-        )
-        found.diagnosis = next(laws, None) if mistake is None else describe(mistake, function)
+        found.diagnosis = diagnose(exercise, function, found, results)
     return found
+
+
+def diagnose(exercise: Exercise, function: Function, found: Grade, results: Mapping[str, Any]) -> str | None:
+    """The likely mistake in words: chance, a known mistake, or the first law that fails."""
+    if found.error is None and attempt(is_random, exercise, function, results) is True:
+        return "the same inputs give other numbers each time: leave out dropout, and whatever else is random"
+    mistake = find_mistake(exercise, results)
+    if mistake is not None:
+        return describe(mistake, function)
+    laws = (
+        finding.detail for finding in found.findings if finding.words in exercise.laws and finding.outcome == "fail"
+    )
+    return next(laws, None)
+
+
+def is_random(exercise: Exercise, function: Function, results: Mapping[str, Any]) -> bool:
+    """Whether in some case the same random seed gives the same result again, and another seed another one."""
+    for words, args in exercise.cases().items():
+        again, other = (run(exercise, function, args, seed=seed)[0] for seed in (0, 1))
+        if same(again, results[words]) and not same(other, results[words]):
+            return True
+    return False
 
 
 def describe_error(error: BaseException) -> str:
@@ -76,18 +94,29 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def run(exercise: Exercise, function: Function, args: Sequence[Any]) -> tuple[Any, str | None]:
-    """What is observed on copies of the arguments; and the name of a tensor among them that the function has changed."""
-    given = copied(args)
-    torch.manual_seed(0)
-    result = exercise.observe(function, *given)
-    names = [*inspect.signature(exercise.stub).parameters, *map(str, range(len(args)))]
-    changed = (
-        name
-        for name, before, after in zip(names, args, given, strict=False)
-        if isinstance(before, Tensor) and not same(after, before)
-    )
-    return result, next(changed, None)
+def run(exercise: Exercise, function: Function, args: Sequence[Any], *, seed: int = 0) -> tuple[Any, str | None]:
+    """What is observed on copies of the arguments; and the name of a tensor that a call of the function has changed.
+
+    A function that returns None has the result None, also where `observe` can not go on with it.
+    """
+    names, changed, nothing = [*inspect.signature(exercise.stub).parameters], list[str](), list[None]()
+
+    def watched(*given: Any) -> Any:
+        before = [each.detach().clone() if isinstance(each, Tensor) else None for each in given]
+        result = function(*given)
+        pairs = zip(names, before, given, strict=False)
+        changed.extend(name for name, old, new in pairs if old is not None and not same(new, old))
+        nothing.extend([None] if result is None else [])
+        return result
+
+    torch.manual_seed(seed)
+    try:
+        result = exercise.observe(watched, *copied(args))
+    except (TypeError, AttributeError):
+        if not nothing:
+            raise
+        result = None
+    return result, next(iter(changed), None)
 
 
 def copied(args: Sequence[Any]) -> tuple[Any, ...]:
@@ -95,7 +124,7 @@ def copied(args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def find_mistake(exercise: Exercise, results: Mapping[str, Any]) -> Mistake | None:
-    """The known mistake that gives the student's results in most cases, and in one at least where they are wrong."""
+    """The known mistake that gives the student's results most often, and in one case at least where they are wrong."""
     cases = {words: args for words, args in exercise.cases().items() if words in results}
     if exercise.reference is None:
         return None
@@ -143,6 +172,8 @@ def difference(found: Any, expected: Any, *, nan: bool = False) -> str | None:
         return tensor_difference(found, torch.as_tensor(expected), nan=nan)
     if isinstance(expected, tuple | list):
         return sequence_difference(found, expected, nan=nan)
+    if isinstance(found, Tensor) and found.ndim == 0:  # a layer's number from argmax
+        found = found.item()
     if type(found) is not type(expected) or found != expected:
         return f"yours is {short(found)}, expected {short(expected)}"
     return None
@@ -183,7 +214,12 @@ def tensor_difference(found: Any, expected: Tensor, *, nan: bool) -> str | None:
     index = tuple(at)
     if found.dtype == torch.bool:
         return f"{int((gap > 0).sum())} of {gap.numel()} differ, the first at {at}: yours {bool(ours[index])}"
-    return f"the largest difference is at {at}: yours {ours[index]:.4g}, expected {theirs[index]:.4g}"
+    few, many = ([f"{float(each[index]):.{digits}g}" for each in (ours, theirs)] for digits in (4, 7))
+    yours, right = many if few[0] == few[1] else few
+    coarse = found.dtype in (torch.float16, torch.bfloat16)
+    return f"the largest difference is at {at}: yours {yours}, expected {right}" + (
+        f"; your numbers are {found.dtype}, which has too few digits: compute in torch.float32" if coarse else ""
+    )
 
 
 def place_of(chosen: Tensor) -> list[int]:

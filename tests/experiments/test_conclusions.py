@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from clearhead.experiments import (
     cache,
     cost,
     embeddings,
+    facts,
     geometry,
     heads,
     long_range,
@@ -62,6 +64,7 @@ EMBEDDINGS = embeddings.Measured(
     king=[("queen", 0.9), ("king", 0.8)],
     queen=0.8,
     apart=0.1,
+    places={kind: (["a", "b"], torch.eye(2)) for kind in (*facts.KINDS, "men", "women")},
     plural={"trained": [0.6], "untrained": [0.0]},
     plural_chance=0.01,
     n_plurals=50,

@@ -30,6 +30,9 @@ RESULT = Result(
             "Lines", "x", "y", (Curve("a", (1, 2), (0.5, 0.25)), Curve("b", (1, 2), (0.5, float("inf")))), log_y=True
         ),
         Chart("Bars", "", "y", (Curve("a", ("one", "two"), (1.0, 2.0)),)),
+        Chart(
+            "Map", "x", "y", (Curve("a", (1, 2), (0.5, 0.25), ("here", "there")), Curve("b", (1,), (1.0,))), is_map=True
+        ),
     ),
     findings=(Finding("Claim.", "Numbers.", "contradicts"),),
 )
@@ -123,6 +126,9 @@ def test_a_figure_is_the_same_bytes_again_and_skips_what_is_not_finite(tmp_path:
     assert [len(line.get_xdata()) for line in drawn.axes[0].lines] == [2, 1]
     assert [bar.get_height() for bar in drawn.axes[1].patches] == [1.0, 2.0]
     assert drawn.axes[0].get_yscale() == "log"
+    assert [line.get_linestyle() for line in drawn.axes[2].lines] == ["None", "None"]
+    assert [text.get_text() for text in drawn.axes[2].texts] == ["here", "there"]
+    assert drawn.axes[2].get_aspect() == 1
 
 
 # The chapters.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -216,14 +217,19 @@ class Wrong(nn.Module):
             x = x + self.places.weight[:T]
         if self.wrong == "unused":
             x = x + torch.arange(T)[:, None] / 10
-        for norm, qkv, out, up in self.plain or self.layers:
+        stack: Any = self.plain or self.layers
+        for norm, qkv, out, up in stack:
             q, k, v = qkv(norm(x))[:, None].chunk(3, -1)
             x = x + out(F.scaled_dot_product_attention(q, k, v, is_causal=self.wrong != "mask")[:, 0])
             x = x + F.relu(up(x))
         logits = (10 * x if self.wrong == "large" else self.norm(x)) @ (
             self.tokens.weight.T if self.wrong == "large" else self.head.weight.T
         )
-        return logits[0] if self.wrong == "shape" else logits
+        if self.wrong == "dropout":
+            logits = F.dropout(logits, 0.1)
+        if self.wrong == "probabilities":
+            logits = logits.softmax(-1)
+        return logits[0] if self.wrong == "shape" else logits * math.nan if self.wrong == "nan" else logits
 
 
 def built(wrong: str) -> Function:
@@ -234,6 +240,9 @@ def built(wrong: str) -> Function:
     ("wrong", "law", "words"),
     [
         ("shape", decoder.has_logits, r"give \(7, 17\); expected logits \(3, 7, 17\)"),
+        ("dropout", decoder.has_logits, r"the same ids give other logits each time: F.dropout needs training="),
+        ("probabilities", decoder.has_logits, r"these are probabilities; return the logits"),
+        ("nan", decoder.has_logits, r"logits are NaN"),
         ("mask", decoder.sees_no_future, r"the future leaks: .* by up to \d.*Is there a mask"),
         ("positions", decoder.knows_order, r"there are no positions: with tokens 0 and 1 swapped"),
         ("unused", decoder.trains_everything, r"no gradient reaches places.weight"),
@@ -247,6 +256,29 @@ def test_a_wrong_decoder_is_told(wrong: str, law: Callable[[Function], str | Non
     found = law(built(wrong))
     assert found is not None
     assert re.search(words, found), found
+
+
+class PostNorm(nn.Module):
+    """One layer with norms after each step, and sinusoids that are a parameter without a gradient."""
+
+    def __init__(self, vocab_size: int, d_model: int, max_len: int, **_: int) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(vocab_size, d_model), nn.Linear(d_model, vocab_size)
+        self.places = nn.Parameter(0.02 * load_exercise("sinusoidal").answer(torch.arange(max_len), d_model), False)
+        self.qkv = nn.Linear(d_model, 3 * d_model)
+        for weight in (self.tokens.weight, self.qkv.weight):
+            nn.init.normal_(weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places[: tokens.shape[1]]
+        q, k, v = self.qkv(x)[:, None].chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
+        return self.head(F.layer_norm(x, x.shape[-1:]))
+
+
+@pytest.mark.parametrize("law", [decoder.knows_order, decoder.trains_everything])
+def test_small_weights_and_constants_are_no_fault(law: Callable[[Function], str | None]) -> None:
+    assert law(PostNorm) is None
 
 
 def test_what_is_no_model_is_told() -> None:
@@ -298,6 +330,56 @@ def test_changing_an_argument_in_place_is_told() -> None:
     found = grade(load_exercise("softmax"), in_place)
     assert not found.passed
     assert "changes its argument scores in place" in found.findings[0].detail
+
+
+def test_changing_an_argument_at_a_later_call_is_told() -> None:
+    """AdamW's m and v are made by the check itself, at each step."""
+
+    def in_place(weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, step: int, lr: float, betas: Any, *rest: Any):
+        new = load_exercise("adamw").answer(weight, gradient, m, v, step, lr, betas, *rest)
+        m.mul_(betas[0]).add_(gradient, alpha=1 - betas[0])
+        return new[0], m, new[2]
+
+    found = grade(load_exercise("adamw"), in_place)
+    assert "changes its argument m in place" in found.findings[0].detail
+
+
+@pytest.mark.parametrize("name", ["adamw", "warmup", "kv_cache", "tied_embeddings", "lstm_step", "beam_search"])
+def test_a_forgotten_return_is_told(name: str) -> None:
+    found = grade(load_exercise(name), lambda *_: None)
+    assert found.findings[0].detail == "your function returns None; is there a `return`?"
+
+
+def test_chance_is_told_and_a_state_is_not_chance() -> None:
+    answer = load_exercise("attention").answer
+    found = grade(load_exercise("attention"), lambda *args: F.dropout(answer(*args), 0.1))
+    assert found.diagnosis is not None
+    assert "the same inputs give other numbers each time: leave out dropout" in found.diagnosis
+    calls = list[int]()
+    found = grade(load_exercise("softmax"), lambda scores: calls.append(1) or scores * len(calls))
+    assert found.diagnosis is None
+
+
+def test_an_array_of_numpy_is_told() -> None:
+    found = grade(load_exercise("softmax"), lambda scores: scores.softmax(-1).numpy())
+    assert "returns a ndarray, expected a tensor of shape" in found.findings[0].detail
+    assert found.diagnosis is None
+
+
+def test_half_precision_is_told() -> None:
+    found = grade(load_exercise("softmax"), lambda scores: scores.bfloat16().softmax(-1))
+    assert "your numbers are torch.bfloat16, which has too few digits" in found.findings[0].detail
+
+
+def test_a_difference_is_shown_with_digits_that_differ() -> None:
+    assert "yours 8.41249, expected 8.4116" in str(difference(torch.tensor([8.41249]), torch.tensor([8.4116])))
+
+
+def test_places_may_be_tensors() -> None:
+    """As torch.unravel_index gives them."""
+    exercise = load_exercise("induction_head")
+    assert grade(exercise, lambda *args: tuple(map(torch.tensor, exercise.answer(*args)))).passed
+    assert difference(torch.tensor(2), 3) == "yours is 2, expected 3"
 
 
 def test_too_much_memory_is_told_in_words() -> None:

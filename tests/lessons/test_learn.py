@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,13 +20,6 @@ from clearhead.lessons.workbook import check, legend, start, starter
 pytestmark = pytest.mark.usefixtures("unchecked")  # as a student runs it
 
 NAMES = [entry.name for entry in CATALOGUE]
-
-
-@pytest.fixture(autouse=True)
-def imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A student's folder is searched for modules; in a test, only until it ends."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "attention", raising=False)
 
 
 def learn(*words: object) -> Result:

@@ -87,6 +87,8 @@ class Variant:
     divide: Callable[[Tensor, float], Tensor] = lambda v, eps: v.sqrt() + eps
     swapped: bool = False
     keep: str = "plain"
+    ahead: int = 0
+    sign: float = 1.0
 
     def __call__(
         self,
@@ -103,12 +105,14 @@ class Variant:
         b1, b2 = reversed(betas) if self.swapped else betas
         g = gradient + weight_decay * weight if self.decay == "gradient" else gradient
         m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        step += self.ahead
         m_now, v_now = (m / (1 - b1**step), v / (1 - b2**step)) if self.corrected else (m, v)
-        weight = weight - lr * m_now / self.divide(v_now, eps) - self.decayed(weight, lr, weight_decay)
+        moved = weight - self.sign * lr * m_now / self.divide(v_now, eps)
+        weight = moved - self.decayed(moved if self.decay == "after" else weight, lr, weight_decay)
         return (weight, m_now, v_now) if self.keep == "corrected" else (weight, m, v)
 
     def decayed(self, weight: Tensor, lr: float, weight_decay: float) -> Tensor:
-        rates = {"decoupled": lr * weight_decay, "without rate": weight_decay}
+        rates = {"decoupled": lr * weight_decay, "after": lr * weight_decay, "without rate": weight_decay}
         return rates.get(self.decay, 0.0) * weight
 
 
@@ -135,6 +139,9 @@ EXERCISE = Exercise(
             Variant(decay="gradient"),
         ),
         Mistake("weight decay is not multiplied by the learning rate", Variant(decay="without rate")),
+        Mistake(
+            "the decay is a share of the new weight; it is one of the weight before the step", Variant(decay="after")
+        ),
         Mistake("there is no weight decay", Variant(decay="none")),
         Mistake(
             "m and v are not corrected: they start at 0, so divide them by 1 - b^step; the first steps are too small or too large",
@@ -143,6 +150,8 @@ EXERCISE = Exercise(
         Mistake("the corrected m and v are returned; the next step needs the plain ones", Variant(keep="corrected")),
         Mistake("eps is under the root; it is added after it", Variant(divide=lambda v, eps: (v + eps).sqrt())),
         Mistake("the root is missing: you divide by v, not by sqrt(v)", Variant(divide=lambda v, eps: v + eps)),
+        Mistake("1 is added to step in b^step; it counts from 1 already", Variant(ahead=1)),
+        Mistake("the step goes up the slope: subtract lr m' / (sqrt(v') + eps)", Variant(sign=-1.0)),
         Mistake("b1 and b2 are swapped: b1 is for m, b2 for v", Variant(swapped=True)),
     ),
     hints=(

@@ -55,6 +55,12 @@ def unscaled(table: Tensor) -> Tensor:
     return torch.rad2deg((table @ table.T)[first, second].clamp(-1, 1).acos())
 
 
+def column_by_column(table: Tensor) -> Tensor:
+    second, first = torch.tril_indices(len(table), len(table), -1)
+    unit = F.normalize(table, dim=-1)
+    return torch.rad2deg((unit @ unit.T)[first, second].clamp(-1, 1).acos())
+
+
 def every_pair_twice(table: Tensor) -> Tensor:
     unit = F.normalize(table, dim=-1)
     return torch.rad2deg((unit @ unit.T)[~torch.eye(len(table), dtype=torch.bool)].clamp(-1, 1).acos())
@@ -64,6 +70,17 @@ def by_length(function: Function) -> str | None:
     table = drawn(5, 11)
     change = (function(table * torch.logspace(-1, 1, 5)[:, None]) - function(table.clone())).abs().max()
     return f"rows of other lengths have other angles: by up to {float(change):.3g} degrees" if change > 0.1 else None
+
+
+def of_parallel_rows(function: Function) -> str | None:
+    """In float32 the cosine of a row and its double is 1, more or less: above 1 its arccos is NaN."""
+    rows = drawn(19, 7, seed=3)
+    wrong = [float(found) for row in rows if not (found := function(torch.stack([row, 2 * row]))[0]) < 0.1]
+    return (
+        f"a row and its double have the angle {wrong[0]:.3g}, expected 0: rounding gives a cosine above 1; clamp it"
+        if wrong
+        else None
+    )
 
 
 def cases() -> dict[str, tuple[Tensor]]:
@@ -79,7 +96,7 @@ EXERCISE = Exercise(
     answer=answer,
     reference=reference,
     cases=cases,
-    laws={"lengths do not matter": by_length},
+    laws={"lengths do not matter": by_length, "parallel rows have the angle 0": of_parallel_rows},
     mistakes=(
         Mistake("the rows are not brought to length 1 first: products are no cosines", unscaled),
         Mistake("these are radians; multiply by 180 / pi", lambda table: cosines(table).acos()),
@@ -91,6 +108,10 @@ EXERCISE = Exercise(
         Mistake(
             "each row is paired with itself, too: leave the diagonal out",
             lambda table: torch.rad2deg(cosines(table, 0).acos()),
+        ),
+        Mistake(
+            "the pairs are in another order: (0, 1), (0, 2), (0, 3) ... come first, not (0, 1), (0, 2), (1, 2)",
+            column_by_column,
         ),
         Mistake("each pair is there twice: take the places above the diagonal alone", every_pair_twice),
     ),

@@ -80,6 +80,26 @@ def uniform_where_empty(scores: Tensor, allowed: Tensor | None) -> Tensor:
     return (scores if allowed is None else scores.masked_fill(~allowed, -1e9)).softmax(-1)
 
 
+def unmasked(scores: Tensor, allowed: Tensor | None) -> Tensor:
+    return scores.softmax(-1)
+
+
+def added(scores: Tensor, allowed: Tensor | None) -> Tensor:
+    return (scores if allowed is None else scores + allowed).softmax(-1)
+
+
+def over_heads(scores: Tensor, allowed: Tensor | None) -> Tensor:
+    return (scores if allowed is None else scores.masked_fill(~allowed, -1e9)).softmax(1)
+
+
+def scores_themselves(scores: Tensor, allowed: Tensor | None) -> Tensor:
+    return scores if allowed is None else scores.masked_fill(~allowed, 0.0)
+
+
+def scaled_weights(scores: Tensor, allowed: Tensor | None) -> Tensor:
+    return masked_softmax(scores, allowed) / math.sqrt(E)
+
+
 def weights_of(function: Function, *, causal: bool) -> Tensor:
     """A function's weights of one head: what comes out if the values are the unit vectors."""
     q, k, v = drawn(1, 1, 5, 5, seed=4), drawn(1, 1, 5, 5, seed=5), torch.eye(5)[None, None]
@@ -129,7 +149,21 @@ EXERCISE = Exercise(
             "the scores are divided by sqrt(H E), the width of the model; E is the width of one head",
             variant(scale=lambda E: 1 / math.sqrt(H * E)),
         ),
+        Mistake(
+            "the scores are divided by sqrt(S), the number of keys; E is the width of a key",
+            variant(scale=lambda E: 1 / math.sqrt(S)),
+        ),
+        Mistake(
+            "the weights are divided by sqrt(E), after the softmax; the scores are, before it",
+            variant(scale=lambda E: 1.0, weigh=scaled_weights),
+        ),
         Mistake("your mask is applied after the softmax", variant(weigh=mask_after), sum_of_a_row),
+        Mistake("the mask does nothing: `allowed` is not used", variant(weigh=unmasked), share_of_hidden),
+        Mistake(
+            "the mask is added as 1 and 0, and forbids nothing: True and False are numbers in a sum. Use masked_fill",
+            variant(weigh=added),
+            share_of_hidden,
+        ),
         Mistake("your mask is inverted: True = may attend", variant(weigh=inverted), share_of_hidden),
         Mistake(
             "masked scores are set to 0; exp(0) is 1, so they keep weight. Set them to a very negative number",
@@ -141,6 +175,10 @@ EXERCISE = Exercise(
             variant(weigh=over_queries),
             sum_of_a_column,
         ),
+        Mistake(
+            "the softmax runs over the heads (H); it runs over the keys (S, the last axis)", variant(weigh=over_heads)
+        ),
+        Mistake("the softmax is missing: scores are no weights", variant(weigh=scores_themselves)),
         Mistake(
             "a query that may attend to nothing gives NaN: all its scores are -inf. Such a row gets zeros",
             variant(weigh=with_nan),

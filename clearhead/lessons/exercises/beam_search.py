@@ -114,6 +114,16 @@ def variant(**changes: object) -> Function:
     return function
 
 
+def with_eos(next_scores: Scores, beams: int, eos: int, max_len: int) -> list[Text]:
+    found = search(next_scores, beams, eos, max_len)
+    return [(tokens if len(tokens) == max_len else [*tokens, eos], score) for tokens, score in found]
+
+
+def of_mean_scores(next_scores: Scores, beams: int, eos: int, max_len: int) -> list[Text]:
+    found = search(next_scores, beams, eos, max_len)
+    return sorted(((tokens, score / max(len(tokens), 1)) for tokens, score in found), key=lambda text: -text[1])
+
+
 def chain(vocab_size: int, seed: int, end: float = 0.0) -> Scores:
     """A language in which a token's probability depends on the two before it; `end` makes token 0, the end, likelier."""
     table = 1.5 * drawn(vocab_size + 1, vocab_size + 1, vocab_size, seed=seed)
@@ -184,6 +194,8 @@ EXERCISE = Exercise(
             variant(extend=extend_by_best),
         ),
         Mistake("you stop at the first finished text; a running one may still become better", variant(stop_early=True)),
+        Mistake("eos stands in the texts that you return; leave it out of them, and its score in", with_eos),
+        Mistake("the scores are divided by the length; here a score is the sum", of_mean_scores),
         Mistake("the log-probability of eos is left out of a finished text's score", variant(with_end=False)),
         Mistake(
             "the first finished texts stay, though better ones come later: keep the best `beams`",

@@ -101,6 +101,14 @@ def swapped(x: Tensor, attention: Part, feed_forward: Part, norm_1: Part, norm_2
     return reference(x, attention, feed_forward, norm_1, norm_2, not norm_first)
 
 
+def second_not_added(
+    x: Tensor, attention: Part, feed_forward: Part, norm_1: Part, norm_2: Part, norm_first: bool
+) -> Tensor:
+    if norm_first:
+        return feed_forward(norm_2(x + attention(norm_1(x))))
+    return norm_2(feed_forward(norm_1(x + attention(x))))
+
+
 def turned_round(
     x: Tensor, attention: Part, feed_forward: Part, norm_1: Part, norm_2: Part, norm_first: bool
 ) -> Tensor:
@@ -147,6 +155,7 @@ EXERCISE = Exercise(
             by_step(no_residual),
             size_of_stream,
         ),
+        Mistake("what feed_forward returns is not added to x: both parts have a residual connection", second_not_added),
         Mistake("in post-norm you norm what is added; the sum is normed: norm(x + part(x))", by_step(norm_of_part)),
         Mistake("norm_1 is used twice; the feed-forward layer has norm_2", one_norm),
         Mistake("the feed-forward layer reads what came in; it reads what attention has made of it", parallel),

@@ -92,6 +92,10 @@ def join_once(word: Pieces, pair: tuple[str, str]) -> Pieces:
     return word
 
 
+def join_as_text(word: Pieces, pair: tuple[str, str]) -> Pieces:
+    return tuple(" ".join(word).replace(" ".join(pair), "".join(pair)).split(" "))
+
+
 def join_backwards(word: Pieces, pair: tuple[str, str]) -> Pieces:
     return tuple(piece[::-1] for piece in join(tuple(p[::-1] for p in word[::-1]), (pair[1][::-1], pair[0][::-1])))[
         ::-1
@@ -140,6 +144,7 @@ def cases() -> dict[str, tuple[Words]]:
         "pairs that occur equally often": words("zy:3 ab:3 cd:2"),
         "a pair that occurs twice in a word": words("banana:4 nab:1"),
         "a pair that overlaps itself": words("aaa:4 aaaaa:2 ba:1"),
+        "pieces that end in the same letter": ({("lo", "w"): 2, ("o", "w"): 5, ("lo", "ws"): 1, ("o", "ws"): 1},),
     }
 
 
@@ -153,6 +158,10 @@ EXERCISE = Exercise(
         Mistake("you count each word once; a word that occurs 9 times has each of its pairs 9 times", unweighted),
         Mistake("you join a pair only once in each word; join it wherever it stands", with_join(join_once)),
         Mistake("of pairs that occur equally often you take the first that was met, not the smallest", first_of_equals),
+        Mistake(
+            "you replace in a text: 'o w' is found in 'lo w', too, where the piece is 'lo'. Compare whole pieces",
+            with_join(join_as_text),
+        ),
         Mistake("you join from right to left; in ('a', 'a', 'a') the first two are joined", with_join(join_backwards)),
     ),
     hints=(

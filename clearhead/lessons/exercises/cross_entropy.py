@@ -103,6 +103,10 @@ EXERCISE = Exercise(
             "this is the mean of each row's mean: a token of a short row weighs more. Take the mean over all real tokens",
             variant(lambda losses, real: ((losses * real).sum(-1) / real.sum(-1)).mean()),
         ),
+        Mistake(
+            "the targets are shifted by one; they are the next tokens already",
+            lambda logits, targets, real: answer(logits[:, :-1], targets[:, 1:], real[:, 1:]),
+        ),
         Mistake("the losses are summed, not averaged", variant(lambda losses, real: (losses * real).sum())),
         Mistake(
             "the sum is divided by the number of rows", variant(lambda losses, real: (losses * real).sum() / len(real))

@@ -60,9 +60,18 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def has_logits(function: Function) -> str | None:
-    logits: Any = made(function)(drawn_ids(3, 7, below=17))
+    model, tokens = made(function), drawn_ids(3, 7, below=17)
+    logits: Any = model(tokens)
     found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-    return None if found == (3, 7, 17) else f"ids of shape (3, 7) give {found}; expected logits (3, 7, 17)"
+    if found != (3, 7, 17):
+        return f"ids of shape (3, 7) give {found}; expected logits (3, 7, 17)"
+    if bool(logits.isnan().any()):
+        return "logits are NaN: a row of scores that are all -inf, or a token that does not see itself"
+    if bool((logits >= 0).all()) and torch.allclose(logits.sum(-1), torch.ones(3, 7)):
+        return "these are probabilities; return the logits, before the softmax: the loss takes it"
+    if not torch.equal(logits, model(tokens)):
+        return "after model.eval() the same ids give other logits each time: F.dropout needs training=self.training"
+    return None
 
 
 @torch.no_grad()
@@ -73,26 +82,36 @@ def sees_no_future(function: Function) -> str | None:
         return f"another token at position {unread} does not change the logits there: the model does not read its own input"
     if leak:
         return (
-            f"the future leaks: tokens change logits before them by up to {leak:.2g} of the largest. Is there a mask?"
+            f"the future leaks: tokens change logits before them by up to {leak:.2g} of the largest. Is there a mask, before "
+            "the softmax, and does each token see itself and none after it?"
         )
     return None
 
 
 @torch.no_grad()
 def knows_order(function: Function) -> str | None:
-    """Of one layer: with two, a causal mask alone lets order through."""
+    """Of one layer: with two, a causal mask alone lets order through. With larger weights, too: small ones in a post-norm layer
+    change the logits by no more than rounding does."""
     model, tokens = made(function, n_layers=1), torch.tensor([[3, 9, 5, 11, 2]])
-    swapped = tokens[:, [1, 0, 2, 3, 4]]
-    change = float((model(tokens)[0, -1] - model(swapped)[0, -1]).abs().max())
-    if change < 1e-5:
-        return f"there are no positions: with tokens 0 and 1 swapped the last logits of one layer differ by only {change:.1g}"
+    swapped, changes = tokens[:, [1, 0, 2, 3, 4]], list[float]()
+    for _ in range(2):
+        logits = model(tokens)[0, -1]
+        changes.append(float((logits - model(swapped)[0, -1]).abs().max() / logits.abs().max()))
+        for weight in model.parameters():
+            weight.mul_(10 if weight.ndim > 1 else 1)
+    if max(changes) < 1e-5:
+        return f"there are no positions: with tokens 0 and 1 swapped the last logits of one layer differ by only {max(changes):.1g}"
     return None
 
 
 def trains_everything(function: Function) -> str | None:
     model = made(function)
     loss_of(model, repeating(4, seed=2)).backward()
-    idle = [name for name, weight in model.named_parameters() if weight.grad is None or not bool(weight.grad.any())]
+    idle = [
+        name
+        for name, weight in model.named_parameters()
+        if weight.requires_grad and (weight.grad is None or not bool(weight.grad.any()))
+    ]
     if not list(model.parameters()):
         return "the model has no parameters: keep layers in nn.ModuleList, not in a plain list"
     return (
@@ -138,7 +157,8 @@ def learns(function: Function) -> str | None:
     return (
         None
         if loss < GOAL
-        else f"after {STEPS} steps the loss is {loss:.3f}, not below {GOAL}; it has not learnt to look back"
+        else f"after {STEPS} steps the loss is {loss:.3f}, not below {GOAL}; it has not learnt to look back. Are embeddings and "
+        "positions of about the same size at first? Of a sum of both, the smaller one is lost"
     )
 
 
@@ -160,7 +180,8 @@ EXERCISE = Exercise(
         "Parts: nn.Embedding(vocab_size, d_model) for tokens, another of max_len for positions, nn.ModuleList of blocks, "
         "nn.LayerNorm, nn.Linear(d_model, vocab_size).",
         "A block: x = x + attention(norm_1(x)); x = x + feed_forward(norm_2(x)). Hide the future: torch.ones(T, T).tril().",
-        "Set weights small at the start: nn.init.normal_(parameter, std=0.02) for every matrix.",
+        "Set weights small at the start: nn.init.normal_(parameter, std=0.02) for every matrix. Embeddings so small are lost in a "
+        "sum with sinusoids: multiply them by math.sqrt(d_model) first. Post-norm learns faster from nn.Linear's own weights.",
         "If it does not learn: overfit one batch first, and look whether the loss falls below 2.83 at all.",
     ),
     proves="a whole decoder: it sees no future, uses all its weights, and learns to look back",

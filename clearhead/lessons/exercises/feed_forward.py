@@ -69,6 +69,7 @@ EXERCISE = Exercise(
         Mistake(
             "the gate has a sigmoid (that is GLU); silu(z) is z times sigmoid(z)", variant(lambda g, u: g.sigmoid() * u)
         ),
+        Mistake("the sign is wrong in silu: z / (1 + exp(-z))", variant(lambda g, u: g / (1 + g.exp()) * u)),
         Mistake("the gate has a GELU (that is GEGLU), not silu", variant(lambda g, u: F.gelu(g) * u)),
         Mistake("the gate has a ReLU (that is ReGLU), not silu", variant(lambda g, u: F.relu(g) * u)),
         Mistake("gate and up are added; they are multiplied", variant(lambda g, u: F.silu(g) + u)),

@@ -43,6 +43,10 @@ def variant(share: Callable[[Tensor, int], Tensor]) -> Function:
     return function
 
 
+def unscaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return answer(q * math.sqrt(q.shape[-1]), k, v)
+
+
 def values_tiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     group = q.shape[1] // k.shape[1]
     weights = (q @ k.repeat_interleave(group, 1).transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(-1)
@@ -67,6 +71,7 @@ EXERCISE = Exercise(
             variant(lambda x, H: x.repeat(1, H // x.shape[1], 1, 1)),
         ),
         Mistake("keys are shared by neighbours, but values in turns: use the same order for both", values_tiled),
+        Mistake("the scores are not scaled: divide them by sqrt(E)", unscaled),
         Mistake("every head attends with key head 0", variant(lambda x, H: x[:, :1].expand(-1, H, -1, -1))),
         Mistake(
             "every head attends with the mean of the key heads",

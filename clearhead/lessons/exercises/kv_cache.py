@@ -82,6 +82,25 @@ def variant(hidden: Callable[[int, int], Tensor | None] = later, *, keep: str = 
     return function
 
 
+def new_ones_first(q: Tensor, k: Tensor, v: Tensor, cache: Kept) -> Tensor:
+    if cache:
+        k, v = torch.cat([k, cache["k"]], 2), torch.cat([v, cache["v"]], 2)
+    cache["k"], cache["v"] = k, v
+    return attend(q, k, v, later(q.shape[2], k.shape[2]))
+
+
+def unscaled(q: Tensor, k: Tensor, v: Tensor, cache: Kept) -> Tensor:
+    return answer(q * math.sqrt(q.shape[-1]), k, v, cache)
+
+
+def one_later(T: int, S: int) -> Tensor:
+    return torch.arange(S) > torch.arange(S - T, S)[:, None] + 1
+
+
+def not_itself(T: int, S: int) -> Tensor:
+    return torch.arange(S) >= torch.arange(S - T, S)[:, None]  # the first of all tokens gets NaN
+
+
 def starts_anew(function: Function) -> str | None:
     """A text of four values 0, then another text, with its own dict, of one value 1. All keys are equal."""
     zeros = torch.zeros(2, 3, 4, 5)
@@ -144,6 +163,10 @@ EXERCISE = Exercise(
             seen_keys,
         ),
         Mistake("there is no mask: in a piece of several tokens each sees those after it", variant(lambda T, S: None)),
+        Mistake("each token sees the one after it: hide s > S - T + t, that one included", variant(one_later)),
+        Mistake("a token does not see itself: hide s > S - T + t, not s >= S - T + t", variant(not_itself)),
+        Mistake("the scores are not scaled: divide them by sqrt(E)", unscaled),
+        Mistake("new keys are put before those of the cache; they come after them", new_ones_first),
         Mistake(
             "the cache keeps only the newest piece: earlier tokens are forgotten after one call", variant(keep="last")
         ),

@@ -99,6 +99,7 @@ EXERCISE = Exercise(
         Mistake(
             "mean and variance are taken over tokens and columns together; each token has its own", variant((1, 2))
         ),
+        Mistake("the bias is not added", lambda x, weight, bias, eps: variant()(x, weight, 0 * bias, eps)),
         Mistake("weight and bias are not applied", variant(scaled=False)),
     ),
     hints=(

@@ -56,6 +56,11 @@ def both(query: Tensor, key: Tensor, before: Tensor) -> Tensor:
     return query & key & before
 
 
+def first_rows(real: Tensor, n_queries: int) -> Tensor:
+    S = real.shape[1]
+    return (torch.ones(n_queries, S).tril(S - n_queries).bool() & real[:, None]) & real[:, :n_queries, None]
+
+
 def cases() -> dict[str, tuple[Tensor, int]]:
     whole = torch.ones(2, 5).bool()
     left, right = whole.clone(), whole.clone()
@@ -76,6 +81,10 @@ EXERCISE = Exercise(
     cases=cases,
     mistakes=(
         Mistake("a token does not see itself: s < i where s <= i is meant", variant(both, order=torch.lt)),
+        Mistake(
+            "a token sees the one after it, which it has to predict: s <= i, not s <= i + 1",
+            variant(both, order=lambda keys, queries: keys <= queries + 1),
+        ),
         Mistake("your mask is inverted: True = may attend", variant(lambda q, k, c: ~(q & k & c))),
         Mistake("tokens see what comes after them, not before", variant(both, order=torch.ge)),
         Mistake(
@@ -87,6 +96,7 @@ EXERCISE = Exercise(
             variant(lambda q, k, c: q & c),
         ),
         Mistake("padding still attends: its rows must be False, too", variant(lambda q, k, c: k & c)),
+        Mistake("rows of padding are looked up at the first T places; the queries are the last T", first_rows),
         Mistake("padding is ignored: `real` does nothing", variant(lambda q, k, c: c)),
         Mistake(
             "the masks are combined by `or`; both must allow, so `and` is meant", variant(lambda q, k, c: q & k | c)

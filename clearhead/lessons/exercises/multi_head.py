@@ -93,6 +93,10 @@ def reshape_together(x: Tensor) -> Tensor:
     return x.reshape(x.shape[0], x.shape[2], -1)
 
 
+def not_swapped(x: Tensor, n_heads: int) -> Tensor:
+    return x.unflatten(-1, (n_heads, -1))
+
+
 def as_one_head(x: Tensor, n_heads: int) -> Tensor:
     return x[:, None]
 
@@ -132,6 +136,11 @@ EXERCISE = Exercise(
             "head h takes every n_heads-th column; it has E columns side by side: split the last axis to (H, E), not (E, H)",
             variant(split_interleaved),
         ),
+        Mistake(
+            "T and H are not swapped: the heads of one token attend to each other. Bring (B, T, H, E) to (B, H, T, E)",
+            variant(not_swapped, lambda x: x.flatten(2)),
+        ),
+        Mistake("the scores are not scaled: divide them by sqrt(E)", variant(width=lambda D, E: 1)),
         Mistake("the scores are divided by sqrt(D); each head has the width E", variant(width=lambda D, E: D)),
         Mistake("there is one head over all columns; n_heads does nothing", variant(as_one_head, lambda x: x[:, 0])),
         Mistake("the output projection w_o is missing", variant(projected=False)),

@@ -52,6 +52,11 @@ def variant(
     return function
 
 
+def causal_pairs(n_layers: int, d_model: int, d_ff: int, vocab_size: int, length: int) -> int:
+    hidden = length * (length - 1) // 2
+    return reference(n_layers, d_model, d_ff, vocab_size, length) - n_layers * 2 * hidden * d_model
+
+
 def grows_fourfold(function: Function) -> str | None:
     once, twice = (function(3, 11, 41, 97, length) for length in (100, 200))
     found, expected = twice - 2 * once, 2 * 3 * 2 * 100**2 * 11
@@ -81,6 +86,7 @@ EXERCISE = Exercise(
         Mistake("the output projection is missing: attention has four products of T D^2", variant(projections=3)),
         Mistake("attention's own products are missing: q k^T and weights v, T^2 D each", variant(scores=0)),
         Mistake("one of attention's two products is missing: q k^T and weights v", variant(scores=1)),
+        Mistake("only pairs that a causal mask allows are counted; here all T^2 pairs are", causal_pairs),
         Mistake("the feed-forward layer has two products, up and down", variant(up_down=1)),
         Mistake("this feed-forward layer is gated: three products; yours to count has two", variant(up_down=3)),
         Mistake("the head is missing: T D V", variant(heads=0)),

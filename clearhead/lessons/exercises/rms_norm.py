@@ -82,6 +82,14 @@ EXERCISE = Exercise(
             "the mean runs over all tokens; each token has its own",
             variant(lambda x, eps: (x.square().mean() + eps).sqrt()),
         ),
+        Mistake(
+            "the mean runs over the tokens (T); it runs over the numbers of each token (D, the last axis)",
+            variant(lambda x, eps: (x.square().mean(1, keepdim=True) + eps).sqrt()),
+        ),
+        Mistake(
+            "you multiply by 1 + weight, as Gemma does; here by weight",
+            lambda x, weight, eps: x / root(x, eps) * (1 + weight),
+        ),
         Mistake("the weight is not applied", variant(root, scaled=False)),
         Mistake("eps does nothing", variant(lambda x, eps: root(x, 0.0))),
     ),

@@ -91,6 +91,11 @@ EXERCISE = Exercise(
         Mistake("the exponent is doubled: 2i/E with i counting pairs, not 4i/E", variant(4.0)),
         Mistake("the exponent is halved: i/E where 2i/E is meant", variant(1.0)),
         Mistake("all pairs turn by the same angle; pair i turns by p / base^(2i/E)", variant(0.0)),
+        Mistake("base is not used: it may differ from 10,000", lambda x, positions, base=10000.0: answer(x, positions)),
+        Mistake(
+            "positions are counted from 1: 1 is added to each",
+            lambda x, positions, base=10000.0: answer(x, positions + 1, base),
+        ),
         Mistake(
             "you number the tokens 0, 1, 2 ...; the positions are given, and may start later", variant(counted=True)
         ),

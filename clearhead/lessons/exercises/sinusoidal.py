@@ -98,6 +98,18 @@ EXERCISE = Exercise(
             columns(lambda c, D: 10000 ** (-(c // 2) / D)),
             second_pair,
         ),
+        Mistake(
+            "the angles grow from pair to pair: divide by 10000^(2i/D), do not multiply",
+            columns(lambda c, D: 10000 ** ((c - c % 2) / D)),
+        ),
+        Mistake(
+            "you number the tokens 0, 1, 2 ...; the positions are given, in any order",
+            lambda positions, d_model: answer(torch.arange(len(positions)), d_model),
+        ),
+        Mistake(
+            "positions are counted from 1: 1 is added to each",
+            lambda positions, d_model: answer(positions + 1, d_model),
+        ),
         Mistake("all sines stand before all cosines; they alternate, column by column", halves),
         Mistake(
             "cosines are in the even columns; sines belong there",

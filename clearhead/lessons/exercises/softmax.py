@@ -41,6 +41,11 @@ def one_maximum(scores: Tensor) -> Tensor:
     return each / each.sum(-1, keepdim=True)
 
 
+def less_the_mean(scores: Tensor) -> Tensor:
+    each = (scores - scores.mean(-1, keepdim=True)).exp()
+    return each / each.sum(-1, keepdim=True)
+
+
 def of_everything(scores: Tensor) -> Tensor:
     return scores.flatten().softmax(0).reshape(scores.shape)
 
@@ -85,6 +90,15 @@ EXERCISE = Exercise(
             "all weights together sum to 1; each row does",
             of_everything,
             lambda function: f"the first row sums to {float(function(drawn(1, 1, 3, 5))[0, 0, 0].sum()):.2f}",
+        ),
+        Mistake(
+            "the weights sum to 1 over the heads (H), not over the keys (S, the last axis). Without dim, nn.Softmax takes axis 1",
+            lambda scores: scores.softmax(1),
+            lambda function: f"the first row sums to {float(function(drawn(1, 2, 3, 5))[0, 0, 0].sum()):.2f}",
+        ),
+        Mistake(
+            "you subtract the mean of each row; it may be far below the largest score, or -inf. Subtract the largest",
+            less_the_mean,
         ),
         Mistake("these are logarithms of the weights", lambda scores: scores.log_softmax(-1)),
     ),

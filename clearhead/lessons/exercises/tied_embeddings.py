@@ -80,6 +80,10 @@ EXERCISE = Exercise(
         Mistake("the embeddings are not multiplied by sqrt(D)", variant(0.0)),
         Mistake("the embeddings are multiplied by D, not by sqrt(D)", variant(1.0)),
         Mistake("the embeddings are divided by sqrt(D); the paper multiplies", variant(-0.5)),
+        Mistake(
+            "sqrt(D) multiplies what comes out of the stack; it multiplies what goes in",
+            lambda tokens, table, stack: stack(table[tokens]) * math.sqrt(table.shape[1]) @ table.T,
+        ),
         Mistake("the logits are multiplied by sqrt(D), too; only the embeddings are", variant(after=1.5)),
         Mistake(
             "the logits are right, but the table is not trained as a head: its second use is detached or a copy",

@@ -59,6 +59,24 @@ def of_the_largest(logits: Tensor, p: float) -> Tensor:
     return logits.masked_fill(probs < p * probs.amax(-1, keepdim=True), -math.inf)
 
 
+def one_too_many(logits: Tensor, p: float) -> Tensor:
+    ordered, ids = logits.sort(descending=True)
+    probs = ordered.softmax(-1)
+    drop = (probs.cumsum(-1) - probs >= p).roll(1, -1)
+    drop[:, 0] = False
+    return logits.masked_fill(drop.scatter(1, ids, drop), -math.inf)
+
+
+def dropped_are_zero(logits: Tensor, p: float) -> Tensor:
+    kept = answer(logits, p)
+    return kept.masked_fill(kept == -math.inf, 0.0)
+
+
+def share_of_tokens(logits: Tensor, p: float) -> Tensor:
+    n = max(1, int(p * logits.shape[1]))
+    return logits.masked_fill(logits < logits.topk(n).values[:, -1:], -math.inf)
+
+
 def kept_share(function: Function) -> str:
     logits = torch.tensor([[0.5, 0.1, 0.25, 0.15]]).log()
     kept = function(logits.clone(), 0.7).isfinite()
@@ -91,6 +109,18 @@ EXERCISE = Exercise(
             variant(crossing=False, least=False),
             kept_share,
         ),
+        Mistake(
+            "one token too many is kept: the token that reaches p is the last one. Shift the mask, or compare the sum before "
+            "each token; not both",
+            one_too_many,
+            kept_share,
+        ),
+        Mistake(
+            "you keep a share p of the tokens, a fixed number of them: that is top-k. Their probabilities sum to p",
+            share_of_tokens,
+        ),
+        Mistake("these are probabilities; return the logits", lambda logits, p: answer(logits, p).softmax(-1)),
+        Mistake("dropped tokens have the logit 0, which is a probability like others; -inf has none", dropped_are_zero),
         Mistake("you keep the unlikeliest tokens: sort with descending=True", variant(ascending=True)),
         Mistake(
             "the result is in sorted order: bring it back to the tokens' own places with scatter", variant(back=False)
