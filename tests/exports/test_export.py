@@ -266,6 +266,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str | None]] = {
         "ctranslate2",
         None,
     ),
+    "ExecuTorch lacks an operator that draws random blocks; got sparsity='block=4, window=1, n_random=1'": (
+        "llama",
+        {"sparsity": "block=4, n_random=1"},
+        "executorch",
+        None,
+    ),
     "GPT-2's layout has no place for positions='alibi'": ("alibi", {}, "hf", None),
 }
 
