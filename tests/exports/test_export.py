@@ -350,6 +350,18 @@ def test_the_command(tmp_path: Path) -> None:
     assert "is NOT verified: no program of hf has run it" in unverified.stderr
 
 
+def test_rules_of_generation_that_a_format_lacks(tmp_path: Path) -> None:
+    model = sound("llama")
+    model.generation = ch.Generation(bos=1, eos=(2, 5), suppress=(3,))
+    ch.save(model, tmp_path / "m")
+    tokenizer().save(tmp_path / "m")
+    for to, words in {"gguf": "gguf has no place for suppress=(3,), eos=(2, 5) but the first;", "hf": ""}.items():
+        args = ["export", str(tmp_path / "m"), "--to", to, "--out", str(tmp_path / to), "--no-verify"]
+        told = CliRunner().invoke(app, args, catch_exceptions=False).stderr
+        assert words in told
+        assert ("has no place" in told) == bool(words)
+
+
 def test_limits_of_verification() -> None:
     """Whatever a type's own limit is, a model that rounding takes further may go that far, and no other."""
     model = sound("gpt2")
