@@ -74,7 +74,8 @@ def run(
         else:
             draw(file, proteins, maps)
     if outs:
-        print(f"contacts of {len(maps)} proteins in {', '.join(map(str, outs))}", file=sys.stderr)
+        written = [each for file in outs for each in (pictures(file, len(maps)) if file.suffix in PICTURES else [file])]
+        print(f"contacts of {len(maps)} proteins in {', '.join(map(str, written))}", file=sys.stderr)
 
 
 def check_outputs(outs: list[Path]) -> list[Path]:
@@ -143,9 +144,13 @@ def write_npz(file: Path, proteins: list[Protein], maps: list[Tensor]) -> None:
                 np.lib.format.write_array(stream, contacts.numpy(), allow_pickle=False)
 
 
+def pictures(file: Path, n: int) -> list[Path]:
+    """The files of n maps: of several, one each with its number."""
+    return [file] if n == 1 else [file.with_stem(f"{file.stem}-{number}") for number in range(1, n + 1)]
+
+
 def draw(file: Path, proteins: list[Protein], maps: list[Tensor]) -> None:
     from clearhead.inside.plots import plot_contacts
 
-    for number, (protein, contacts) in enumerate(zip(proteins, maps, strict=True), 1):
-        target = file if len(maps) == 1 else file.with_stem(f"{file.stem}-{number}")
+    for target, protein, contacts in zip(pictures(file, len(maps)), proteins, maps, strict=True):
         plot_contacts(contacts, protein.residues, title=f"Contacts of {protein.name}").savefig(target)

@@ -13,6 +13,7 @@ from clearhead.cli.arguments import ModelName, find_model, load_tokenizer_of
 from clearhead.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from clearhead.config import Generation
     from clearhead.data import Tokenizer
 
 
@@ -47,7 +48,13 @@ def run(
     path = find_model(model)
     place = out or Path(f"{path.stem}.gguf" if to == "gguf" else f"{path.stem}-{to}")
     with Console(stderr=True).status(f"exporting to {to}"):
-        found = export(load(path), place, to=to, tokenizer=find_tokenizer(path), type=type_, verify=not no_verify)
+        loaded = load(path)
+        found = export(loaded, place, to=to, tokenizer=find_tokenizer(path), type=type_, verify=not no_verify)
+    if lost := lost_rules(loaded.generation, to):
+        typer.echo(
+            f"clearhead: {to} has no place for {', '.join(lost)}; give these rules to the program when you call it",
+            err=True,
+        )
     if found is None:
         typer.echo(f"clearhead: {place} is NOT verified: no program of {to} has run it", err=True)
         if as_json:
@@ -61,6 +68,15 @@ def run(
             f"verified by {found.runtime}: largest difference {found.error:.1e} of the largest output, allowed "
             f"{found.allowed:.1e} ({found.reason}){tokens}"
         )
+
+
+def lost_rules(rules: Generation, to: str) -> list[str]:
+    """What the config says of how texts are written, and the format can not hold."""
+    if to not in ("gguf", "ctranslate2"):
+        return []
+    names = ("suppress", "begin_suppress", "forced_bos", "forced_start", "forced_eos")
+    found = [f"{name}={getattr(rules, name)}" for name in names if getattr(rules, name) not in (None, ())]
+    return [*found, f"eos={rules.eos} but the first"] if len(rules.eos) > 1 else found
 
 
 def find_tokenizer(path: Path) -> Tokenizer | None:

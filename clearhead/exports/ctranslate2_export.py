@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from clearhead.checkpoint import save
+from clearhead.config import Config
 from clearhead.data import Tokenizer
 from clearhead.engine.request import start_token
 from clearhead.errors import CheckpointError
@@ -29,6 +30,7 @@ TYPES = ("float32", "float16", "int8")
 # 11 significant bits of a weight; inputs and weights of every product in 8 bits.
 BOUNDS = {"float32": 0.0, "float16": 1e-2, "int8": 0.15}
 LAYOUTS = ("bert", "gpt2", "llama", "marian", "qwen2", "qwen3", "t5")  # transformers' names
+ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu_tanh": "GELUTanh", "silu": "SWISH"}
 
 
 def refuse(model: Model, tokenizer: Tokenizer | None, kind: str, verifying: bool) -> None:
@@ -40,6 +42,10 @@ def refuse(model: Model, tokenizer: Tokenizer | None, kind: str, verifying: bool
     if (layout := layout_of(model)) not in LAYOUTS:
         raise CheckpointError(
             f"CTranslate2 is written for {', '.join(LAYOUTS)}; transformers holds this model as {layout!r}; export to onnx"
+        )
+    if config.feedforward not in ACTIVATIONS:
+        raise CheckpointError(
+            f"CTranslate2 has {', '.join(ACTIVATIONS)}; got feedforward={config.feedforward!r}; export to onnx"
         )
     if config.shape == "encoder" and config.head != "none":
         raise CheckpointError(
@@ -104,6 +110,8 @@ def make_spec(theirs: Any, model: Model, tokens: list[str], tokenizer: Tokenizer
         isinstance(model, Encoder) and not model.config.pooler
     ):  # the loader has taken one that transformers drew at random
         spec = type(spec)(spec.encoder)
+    for stack in [getattr(spec, name) for name in ("encoder", "decoder") if hasattr(spec, name)]:
+        complete(stack, model.config)
     config, rules = spec.config, model.generation
     unk = next(each for each in (tokenizer.unk, tokenizer.eos, 0) if each is not None)
     config.unk_token = tokens[unk]
@@ -124,6 +132,26 @@ def make_spec(theirs: Any, model: Model, tokens: list[str], tokenizer: Tokenizer
     if model.config.norm != "none" and hasattr(config, "layer_norm_epsilon"):
         config.layer_norm_epsilon = model.config.norm_eps
     return spec
+
+
+def complete(stack: Any, config: Config) -> None:
+    """Set what CTranslate2's loaders take for granted or leave out, though its programs compute it.
+
+    LLaMA's activation, heads of d_model / n_heads, the scale of a tied T5's head, and half of LLaMA 3's scaling.
+    """
+    from ctranslate2.specs.common_spec import Activation
+
+    stack.activation = np.int8(Activation[ACTIVATIONS[config.feedforward]])
+    if config.positions == "t5" and hasattr(stack, "scale_outputs"):
+        stack.scale_outputs = config.d_model**-0.5 if config.head_scale else 1.0
+    added: dict[str, Any] = {"head_dim": np.int32(config.d_head)}
+    if config.rotary_scaling == "llama3":
+        added |= {"rotary_scaling_factor": np.float32(config.rotary_factor)}
+        added |= {"original_max_position_embeddings": np.int32(config.rotary_original_len)}
+    for layer in stack.layer:
+        for name in ("self_attention", "attention"):
+            if hasattr(layer, name):
+                vars(getattr(layer, name)).update(added)  # these objects refuse new names elsewhere
 
 
 class Generator:

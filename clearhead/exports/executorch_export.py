@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from clearhead.data import Tokenizer
+from clearhead.errors import CheckpointError
 from clearhead.exports.graph_runner import Feed, GraphRunner
 from clearhead.exports.onnx_export import MANIFEST, quiet
 from clearhead.exports.onnx_graphs import BATCH, LENGTH, PAST, SOURCE, WHOLE, Axes, Graph, graphs_of
@@ -32,6 +33,10 @@ PIECE = 128  # tokens that a decoder takes in one call; a longer prompt goes in 
 
 
 def refuse(model: Model, tokenizer: Tokenizer | None, kind: str, verifying: bool) -> None:
+    if any(pattern.n_random for pattern in model.config.patterns):
+        raise CheckpointError(
+            f"ExecuTorch lacks an operator that draws random blocks; got sparsity={model.config.sparsity!r}; export to onnx"
+        )
     require("executorch", "executorch", "executorch", verify=False, extra="executorch")
 
 

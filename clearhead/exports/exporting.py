@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from clearhead.kernels import Packed
 from clearhead.models import Model
 
 STAGE = ".export-"
+EXACT = ("stored", "float32", "F32")
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ def export(
         sweep(out.parent, STAGE)
         with stage(out.parent, STAGE) as work:
             written = work / out.name
+            if verify and kind not in EXACT:
+                check_exact(target, model, tokenizer, written)
             target.write(model, tokenizer, written, kind)
             found = target.verify(model, tokenizer, written, kind) if verify else None
             sync_all(written)
@@ -79,6 +83,17 @@ def export(
             f"{out} could not be written ({error.strerror or error}); nothing was left behind"
         ) from None
     return None if found is None else replace(found, path=str(out), nbytes=size_of(out))
+
+
+def check_exact(target: Target, model: Model, tokenizer: Tokenizer | None, written: Path) -> None:
+    """Verify the same export with all bits first: the limit of few bits would let small mistakes pass. Leaves nothing."""
+    kind = next(kind for kind in target.types if kind in EXACT)
+    target.write(model, tokenizer, written, kind)
+    target.verify(model, tokenizer, written, kind)
+    if written.is_dir():
+        shutil.rmtree(written)
+    else:
+        written.unlink()
 
 
 def check_place(out: Path) -> None:

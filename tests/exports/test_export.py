@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,15 @@ from typer.testing import CliRunner
 import clearhead as ch
 from clearhead.cli import app
 from clearhead.errors import CheckpointError, InputError, MissingExtraError
-from clearhead.exports import TARGETS, export, gguf_export, hugging_face, onnx_export, verification
+from clearhead.exports import (
+    TARGETS,
+    ctranslate2_export,
+    export,
+    gguf_export,
+    hugging_face,
+    onnx_export,
+    verification,
+)
 from clearhead.models import Model
 from clearhead.quantization.integer import quantize
 from tests.exports.models import TEXT, sound, tokenizer
@@ -88,6 +97,51 @@ def test_ctranslate2(name: str, kind: str, tmp_path: Path) -> None:
     assert found.runtime.startswith("ctranslate2 ")
     assert found.error <= found.allowed
     assert found.n_equal >= found.n_tokens * (1.0 if kind == "float32" else 0.8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("llama-3.1", dict(rotary_original_len=32)),
+        ("llama", dict(d_head=32, feedforward="gelu")),
+        ("t5-v1.1", {}),
+        ("t5", dict(d_head=32, head_scale=False)),
+    ],
+)
+def test_what_ctranslate2s_loaders_leave_out(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    needs("ctranslate2")
+    found = export(sound(name, **fields), tmp_path / "out", to="ctranslate2", tokenizer=tokenizer())
+    assert found is not None
+    assert (found.n_tokens, found.n_equal) == (36, 36)
+
+
+@pytest.mark.slow
+def test_a_mistake_below_the_limit_of_few_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLaMA 3's scaling left out moves the logits by 1%, and int8 may move them by 15%: float32 is verified first."""
+    needs("ctranslate2")
+    monkeypatch.setattr(ctranslate2_export, "complete", lambda *_: None)
+    with pytest.raises(CheckpointError, match=r"ctranslate2 .* computes something else .* 1\.\de-02 .*\(rounding: "):
+        export(sound("llama-3.1"), tmp_path / "out", to="ctranslate2", tokenizer=tokenizer(), type="int8")
+    assert_empty(tmp_path)
+
+
+def test_few_bits_are_verified_with_all_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, str]] = []
+    found = verification.Verification("a program", 0.0, 0.0, "", 0, 0)
+
+    def write(_model: Any, _tokenizer: Any, file: Path, kind: str) -> None:
+        assert not file.exists()
+        file.write_text(kind)
+
+    def verify(_model: Any, _tokenizer: Any, file: Path, kind: str) -> verification.Verification:
+        seen.append((kind, file.read_text()))
+        return found
+
+    monkeypatch.setitem(TARGETS, "onnx", replace(TARGETS["onnx"], refuse=lambda *_: None, write=write, verify=verify))
+    export(sound("gpt2"), tmp_path / "out", to="onnx", type="int8")
+    assert seen == [("float32", "float32"), ("int8", "int8")]
+    assert (tmp_path / "out").read_text() == "int8"
 
 
 @pytest.mark.slow
@@ -206,6 +260,18 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str | None]] = {
         "ctranslate2",
         None,
     ),
+    "CTranslate2 has relu, gelu, gelu_tanh, silu; got feedforward='relu2'": (
+        "gpt2",
+        {"feedforward": "relu2"},
+        "ctranslate2",
+        None,
+    ),
+    "ExecuTorch lacks an operator that draws random blocks; got sparsity='block=4, window=1, n_random=1'": (
+        "llama",
+        {"sparsity": "block=4, n_random=1"},
+        "executorch",
+        None,
+    ),
     "GPT-2's layout has no place for positions='alibi'": ("alibi", {}, "hf", None),
 }
 
@@ -282,6 +348,18 @@ def test_the_command(tmp_path: Path) -> None:
     unverified = call(tmp_path / "un", "--to", "hf", "--no-verify", "--json")
     assert json.loads(unverified.stdout) == {"path": str(tmp_path / "un"), "verified": False}
     assert "is NOT verified: no program of hf has run it" in unverified.stderr
+
+
+def test_rules_of_generation_that_a_format_lacks(tmp_path: Path) -> None:
+    model = sound("llama")
+    model.generation = ch.Generation(bos=1, eos=(2, 5), suppress=(3,))
+    ch.save(model, tmp_path / "m")
+    tokenizer().save(tmp_path / "m")
+    for to, words in {"gguf": "gguf has no place for suppress=(3,), eos=(2, 5) but the first;", "hf": ""}.items():
+        args = ["export", str(tmp_path / "m"), "--to", to, "--out", str(tmp_path / to), "--no-verify"]
+        told = CliRunner().invoke(app, args, catch_exceptions=False).stderr
+        assert words in told
+        assert ("has no place" in told) == bool(words)
 
 
 def test_limits_of_verification() -> None:

@@ -123,8 +123,11 @@ class FakeRunner(ModelRunner):
         if self.paths is not None:
             self.paths[:n].scatter_(1, torch.from_numpy(lengths)[:, None], torch.from_numpy(new)[:, None].int())
             slots = self.paths[:n].numpy()
-        before = self._keys_at(slots[rows, lengths - 1])
-        self._write(new // size, lengths, before + keys_of(self.tokens[:n].numpy(), lengths, 1))
+        added = keys_of(self.tokens[:n].numpy(), lengths, 1)
+        # A drafted token's row continues the row before it.
+        for some in np.split(rows, rows[1:]) if self.has_drafts else [rows]:
+            before = self._keys_at(slots[some, lengths[some] - 1])
+            self._write(new[some] // size, lengths[some], before + added[some])
         width = int(lengths.max()) + 1
         hashed = hashes(self._keys_at(slots[:, :width], lengths + 1), lengths + 1, 1)
         logits = logits_of(hashed + self._read(source_table, self.source_lengths[:n].astype(np.int64), 0))
@@ -133,6 +136,15 @@ class FakeRunner(ModelRunner):
         if self.has_argmax:
             self.tokens[:n] = logits.argmax(-1)
         return logits if search is None else self._extend_beams(logits, search)
+
+    def keep_rows(self, rows: abc.Sequence[int], *, has_beams: bool) -> None:
+        """Also forgets what drafts that were rejected left: the next tokens take their places."""
+        had_drafts = self.has_drafts
+        super().keep_rows(rows, has_beams=has_beams)
+        for table, length in zip(self.block_table[: self.n], self.lengths[: self.n], strict=True) if had_drafts else ():
+            later = np.arange(len(table) * self.block_size).reshape(len(table), -1) >= length
+            used = table > 0
+            self.is_written[table[used]] &= ~later[used]
 
     def copy_blocks(self, sources: Any, targets: Any) -> None:
         self.memory[targets], self.is_written[targets] = self.memory[sources], self.is_written[sources]

@@ -6,7 +6,8 @@
 A seed is one engine, of random sizes, and some hundred events: a client asks (alone, with a prefix that others have, with beams, a
 grammar, an error), leaves or loses patience; the engine makes a step; the model fails. The clock counts steps. After each event:
 every block is in one place, with the right number of references; no slot was written twice, or read before it was written (see
-fake_model.py); clients were admitted in turns; each request was answered once, with the text that it gets alone.
+fake_model.py); clients were admitted in turns; each request was answered once, with the text that it gets alone. For some requests
+tokens are drafted, right and wrong ones.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, abc
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from clearhead.engine.engine import Engine
 from clearhead.engine.outputs import StepOutput
 from clearhead.engine.request import Request, Ticket, Token
 from clearhead.engine.scheduler import SPARED, Scheduler
+from clearhead.engine.sequence import Sequence
 from clearhead.errors import InputError
 from clearhead.sampling.strategy import Strategy
 from clearhead.serving.model_worker import ModelWorker
@@ -92,7 +94,7 @@ class Reader:
     def fail(self, error: BaseException) -> None:
         self.put(error)
 
-    def deliver(self, deliveries: Sequence[tuple[Any, Token | BaseException | None]]) -> None:
+    def deliver(self, deliveries: abc.Sequence[tuple[Any, Token | BaseException | None]]) -> None:
         for _, token in deliveries:
             self.put(token)
 
@@ -174,6 +176,8 @@ class Simulation:
         self.reasons = Counter[str]()
         self.previous: Reader | None = None
         self.texts: list[list[int]] = []  # prompts with their texts
+        self.expected: dict[Ticket, Expected] = {}  # of tickets for which something was drafted
+        self.n_accepted = 0  # drafted tokens
 
     def make_engine(self) -> Engine:
         sizes = dict(n_blocks=self.n_blocks, block_size=self.size, max_rows=self.max_rows)
@@ -253,6 +257,18 @@ class Simulation:
         assert isinstance(self.engine.runner, FakeRunner)
         self.engine.runner.fails_in = rng.randrange(4)
 
+    def draft(self, sequence: Sequence, most: int) -> list[int]:
+        """In place of `Sequence.draft`: what a lookup finds is hardly ever right here, so most drafts are the text itself, more or
+        less of it, with mistakes."""
+        if sequence.lookup is None or most < 1:
+            return []
+        ticket = sequence.ticket
+        rng = random.Random(f"draft {ticket.request.seed} {len(ticket.written)}")
+        if ticket not in self.expected:
+            self.expected[ticket] = expect(self.model, ticket.request)
+        right = self.expected[ticket].ids[len(ticket.written) :] + ids(rng, most)
+        return [token if rng.random() < 0.8 else rng.randrange(53) for token in right[: rng.randint(0, most)]]
+
     # Invariants.
 
     def check(self) -> None:
@@ -276,8 +292,9 @@ class Simulation:
         is_lost = bool(reader.arrived) and isinstance(reader.arrived[-1], BrokenError)
         reason = "lost" if is_lost or ticket.reason is None else ticket.reason
         self.reasons[reason] += 1
+        self.n_accepted += ticket.n_accepted
         found = [token.id for token in tokens]
-        expected = expect(self.model, ticket.request)
+        expected = self.expected.pop(ticket, None) or expect(self.model, ticket.request)
         is_whole = reason in ("end", "stop", "length") and not reader.is_gone
         if is_whole:
             got = Expected(ticket.ids, reason, [(one.tokens, one.finished) for one in ticket.hypotheses])
@@ -321,6 +338,8 @@ def some_request(rng: random.Random, model: Any, name: str) -> Request:
         more |= dict(length_penalty=rng.choice([1.0, 0.6, 0.0, -1.0]), n_best=rng.randint(1, beams))
         more |= dict(early_stopping=rng.choice([True, False, "never"]))
     elif rng.random() < 0.3:
+        more |= dict(lookup=not is_pair(model))
+    if beams == 1 and rng.random() < 0.3:
         more |= dict(stop=[ids(rng, rng.choice([1, 1, 2])) for _ in range(rng.choice([2, 20]))])
     if rng.random() < 0.1:
         more |= dict(grammar=grammar(rng.randrange(2)), strategy=Strategy(temperature=1.0 if beams == 1 else 0.0))
@@ -340,8 +359,12 @@ def some_events(seed: int, n: int) -> list[Event]:
 def run_events(seed: int, events: Iterable[Event]) -> Simulation:
     """All of these events, then the end; ViolationError or AssertionError if an invariant does not hold."""
     quiet = logging.getLogger("clearhead.serving")
-    with torch.no_grad(), mock.patch.object(quiet, "disabled", True):
-        simulation = Simulation(seed)
+    simulation = Simulation(seed)
+    with (
+        torch.no_grad(),
+        mock.patch.object(quiet, "disabled", True),
+        mock.patch.object(Sequence, "draft", lambda sequence, most: simulation.draft(sequence, most)),
+    ):
         for event in events:
             simulation.happen(event)
         simulation.drain()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clearhead.engine import allocator, engine, outputs, runner, sampler, scheduler
+from clearhead.engine import allocator, engine, outputs, runner, sampler, scheduler, speculation
 from clearhead.engine.allocator import BlockAllocator
 from clearhead.engine.beams import BeamSearcher
 from clearhead.engine.fair_queue import FairQueue
@@ -24,6 +24,7 @@ def test_no_invariant_is_broken(first: int) -> None:
     done = [run_events(seed, some_events(seed, EVENTS)) for seed in range(first, first + 5)]
     reasons = {reason for each in done for reason in each.reasons}
     assert {"end", "length", "cancelled"} < reasons  # it was a crowd
+    assert sum(each.n_accepted for each in done)  # drafted tokens
 
 
 def skip_a_free(patch: pytest.MonkeyPatch) -> None:
@@ -154,6 +155,31 @@ def tell_nobody(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ModelWorker, "_fail", lambda self, error: self._channels.clear())
 
 
+def accept_every_draft(patch: pytest.MonkeyPatch) -> None:
+    """What the model says after the last drafted token is taken, whether or not it chose that token."""
+    append = speculation.Speculator._append
+
+    def append_last(self: Any, group: Any, copy: Any) -> Any:
+        ids = copy.wait()[0]
+        for place, drafted in enumerate(group.drafted):
+            if drafted:
+                ids[place - 1] = drafted[-1]
+        return append(self, group, copy)
+
+    patch.setattr(speculation.Speculator, "_append", append_last)
+
+
+def keep_rejected_lengths(patch: pytest.MonkeyPatch) -> None:
+    """The row of a text's last draft goes on, not that of its last token."""
+    append = speculation.Speculator._append
+
+    def append_far(self: Any, group: Any, copy: Any) -> Any:
+        append(self, group, copy)
+        return {id(sequence): rows[0] for sequence, rows in zip(group.sequences, group.places, strict=True)}
+
+    patch.setattr(speculation.Speculator, "_append", append_far)
+
+
 PLANTED: list[Callable[[pytest.MonkeyPatch], None]] = [
     skip_a_free,
     free_twice,
@@ -172,6 +198,8 @@ PLANTED: list[Callable[[pytest.MonkeyPatch], None]] = [
     first_again,
     spare_nothing,
     tell_nobody,
+    accept_every_draft,
+    keep_rejected_lengths,
 ]
 
 

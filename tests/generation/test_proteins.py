@@ -128,7 +128,8 @@ def fasta(tmp_path: Path) -> Path:
 @pytest.mark.slow  # matplotlib
 def test_contacts_command(folder: Path, fasta: Path, tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("c.csv", "c.npz", "c.png")]
-    call("contacts", folder, fasta, *(part for file in files for part in ("--out", file)))
+    told = CliRunner().invoke(app, ["contacts", str(folder), str(fasta), *(f"--out={file}" for file in files)]).stderr
+    assert all(file in told for file in map(str, [*files[:2], tmp_path / "c-1.png", tmp_path / "c-2.png"]))
     with np.load(files[1]) as archive:
         arrays = dict(archive)
     assert {name: array.shape for name, array in arrays.items()} == {"kinase": (22, 22), "file/2": (10, 10)}
