@@ -66,7 +66,8 @@ def test_packed(rows: int, n: int, d: int) -> None:
 def test_what_is_no_number_comes_out_again(wrong: float) -> None:
     x, weight = torch.randn(2, 96), torch.randn(5, 96)
     x[1, 70] = wrong
-    for ours in (native.linear(x, weight, None), Int8(weight).product(x, None), Int4(weight).product(x, None)):
+    kinds = [kind(weight, inputs=inputs) for kind in (Int8, Int4) for inputs in (16, 8)]
+    for ours in (native.linear(x, weight, None), *(packed.product(x, None) for packed in kinds)):
         assert ours[0].isfinite().all()
         assert not ours[1].isfinite().any()
 
@@ -189,7 +190,7 @@ for causal in (False, True):
 import clearhead as ch
 from clearhead.quantization.integer import quantize
 from clearhead.engine.native_step import NativeStep
-for kind in ("int8", "int4"):
+for kind in ("int8", "int4", "w8a8", "w4a8"):
     model = ch.build(ch.preset("gpt2", n_layers=2, d_model=96, n_heads=4, d_ff=64, max_len=41, vocab_size=307), seed=0)
     quantize(model, kind)
     texts = ch.generate(model, [[5, 7], [11]], max_new_tokens=19, eos=())
