@@ -10,7 +10,7 @@ namespace {
 // sum goes across a register. The instruction multiplies 8-bit integers, so a 16-bit input is split in two DIGITS: 256 high + low.
 // The last tile is as wide as the columns that are left.
 struct Int8 {
-    static constexpr int SPAN = 64, SCALES = 1, LOADS = 16;
+    static constexpr int SPAN = 64, SCALES = 1, LOADS = 16, ALONE = 12;  // up to so many rows a tile alone is faster
     const int8_t* q;         // (tiles, d / 4, 16, 4)
     const uint16_t* scales;  // (tiles, d / 64, 16), float16
     i64 n, d;
@@ -39,7 +39,7 @@ struct Int8 {
 };
 
 struct Int4 {
-    static constexpr int SPAN = 32, SCALES = 1, LOADS = 4;
+    static constexpr int SPAN = 32, SCALES = 1, LOADS = 4, ALONE = 2;
     const uint8_t* q;        // (tiles, d / 8, 16, 4): the even neighbour low, the odd one high
     const uint16_t* scales;  // (tiles, d / 32, 16), float16
     const uint16_t* mins;
@@ -147,7 +147,7 @@ void tile(const Weights& w, const Input& in, i64 row, i64 first, i64 from, i64 t
 template <int DIGITS, class Weights>
 void tiles(const Weights& w, const Input& in, i64 rows, i64 from, i64 to, const Target& target) {
     constexpr int MOST = 8, PAIRED = DIGITS == 1 ? 6 : 4;  // as many sums as registers hold
-    const i64 whole = rows > 2 ? w.n / TILE - 1 : 0;  // tiles that are followed by a whole one
+    const i64 whole = rows > Weights::ALONE ? w.n / TILE - 1 : 0;  // tiles that are followed by a whole one
     for (i64 t = from / TILE; t * TILE < to;) {
         const bool pairs = t < whole && (t + 1) * TILE < to;
         const i64 most = equal_share(rows, pairs ? PAIRED : MOST);
