@@ -1,4 +1,4 @@
-"""Sizes at which a computation changes its form. Without torch, so that costs/ forecasts with the same numbers."""
+"""Sizes at which a computation changes its form, and bits. Without torch, so that costs/ forecasts with the same numbers."""
 
 # Up to this many pairs of a query and a key a mask or bias is written out, once for all layers; above, strip by strip.
 WRITTEN_OUT = 2**24
@@ -12,6 +12,10 @@ ONEDNN_ROWS, ONEDNN_WEIGHT = 33, 2**24
 
 # Logits that the chunked loss holds at once.
 LOSS_CHUNK = {"cpu": 2**26, "cuda": 2**28}
+
+
+# Kinds of quantization: bits of a weight, and of the inputs that it is multiplied with (quantization/integer.py).
+QUANTIZATIONS = {"int8": (8, 16), "int4": (4, 16), "w8a8": (8, 8), "w4a8": (4, 8)}
 
 
 def is_narrow(window: int, length: int) -> bool:

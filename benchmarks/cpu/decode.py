@@ -33,6 +33,7 @@ import clearhead as ch
 from benchmarks.common.timing import how_timed, interleave
 from clearhead.exports import gguf_export
 from clearhead.kernels import native
+from clearhead.limits import QUANTIZATIONS
 from clearhead.quantization.integer import Int4, Int8, quantize
 
 SHAPES = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]  # of GPT-2's blocks
@@ -41,12 +42,15 @@ LAYERS = 12
 
 def kernels(rounds: int, shared: bool) -> None:
     weights = [torch.randn(n, d) for _ in range(LAYERS) for n, d in SHAPES]
-    packed = {kind.kind: [kind(weight) for weight in weights] for kind in (Int8, Int4)}
+    forms = {8: Int8, 4: Int4}
+    packed = {
+        kind: [forms[bits](weight, inputs=inputs) for weight in weights]
+        for kind, (bits, inputs) in QUANTIZATIONS.items()
+    }
     fbgemm = [torch.ao.nn.quantized.dynamic.Linear.from_float(_with_config(weight)) for weight in weights]
     sizes = {
         "ours fp32": sum(w.nbytes for w in weights),
-        "ours int8": sum(t.nbytes for p in packed["int8"] for t in (p.q, p.scales)),
-        "ours int4": sum(t.nbytes for p in packed["int4"] for t in (p.q, p.scales, p.mins)),
+        **{f"ours {kind}": sum(t.nbytes for p in held for t in p.buffers()) for kind, held in packed.items()},
         "torch fp32": sum(w.nbytes for w in weights),
         "torch int8 (fbgemm, dynamic)": sum(w.numel() for w in weights),
     }
@@ -57,8 +61,10 @@ def kernels(rounds: int, shared: bool) -> None:
             "ours fp32": _each(lambda x, i: native.linear(x, weights[i], None), inputs),
             "torch fp32": _each(lambda x, i: F.linear(x, weights[i]), inputs),
             "ours int8": _each(lambda x, i: packed["int8"][i].product(x, None), inputs),
+            "ours w8a8": _each(lambda x, i: packed["w8a8"][i].product(x, None), inputs),
             "torch int8 (fbgemm, dynamic)": _each(lambda x, i: fbgemm[i](x), inputs),
             "ours int4": _each(lambda x, i: packed["int4"][i].product(x, None), inputs),
+            "ours w4a8": _each(lambda x, i: packed["w4a8"][i].product(x, None), inputs),
         }
         times = interleave(contenders, rounds=rounds, shared=shared)
         for name in contenders:
@@ -81,7 +87,7 @@ def gpt2(rounds: int, shared: bool, batch: int, llama_bench: str | None) -> None
     speeds: dict[str, list[float]] = {}  # of programs that time themselves
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
-        for kind in ("fp32", "int8", "int4"):
+        for kind in ("fp32", *QUANTIZATIONS):
             model: Any = ch.load(folder)
             if kind != "fp32":
                 quantize(model, kind)
@@ -118,7 +124,7 @@ def read_prompt(rounds: int, shared: bool, length: int, model: str | None, llama
         if model is None:
             theirs = GPT2LMHeadModel(GPT2Config()).eval()
             theirs.save_pretrained(folder)
-        for kind in ("fp32", "int8", "int4"):
+        for kind in ("fp32", *QUANTIZATIONS):
             ours: Any = ch.load(model or folder, quantize=None if kind == "fp32" else kind)
             prompt = torch.randint(0, ours.config.vocab_size, (length,), generator=torch.Generator().manual_seed(0))
             contenders[f"clearhead {kind}"] = functools.partial(

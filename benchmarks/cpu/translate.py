@@ -52,6 +52,9 @@ def main() -> None:
     parser.add_argument("--single", type=int, default=8, help="so many one by one; 0: none")
     parser.add_argument("--beams", type=int, nargs="*", default=[1, 4])
     parser.add_argument("--lines", type=Path, help="a text file (.gz too), for the lengths of its lines")
+    parser.add_argument(
+        "--only", nargs="*", default=[""], help="contenders with such words in their names, beside ours in float32"
+    )
     parser.add_argument("--shared", action="store_true", help="others use this computer too: one thread, CPU time")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -61,7 +64,11 @@ def main() -> None:
     sources = make_sources(max(*args.sentences, args.single), args.lines)
     tables: list[Table] = []
     with tempfile.TemporaryDirectory() as name, torch.no_grad():
-        contenders = make(Path(name), sources)
+        contenders = {
+            name: run
+            for name, run in make(Path(name), sources).items()
+            if name == "clearhead float32" or any(word in name for word in args.only)
+        }
         for beams in args.beams:
             if args.single:
                 tables.append(measure(contenders, sources[: args.single], beams, True, args.rounds, args.shared))
@@ -116,7 +123,7 @@ def make(folder: Path, sources: Texts) -> dict[str, Contender]:
     theirs.final_logits_bias[0] = likely_end(model, sources[:32])
     theirs.save_pretrained(folder / "hf")
     found: dict[str, Contender] = {}
-    for kind in ("float32", "int8"):
+    for kind in ("float32", "int8", "w8a8"):
         model = ch.load(folder / "hf")
         assert isinstance(model, EncoderDecoder)
         held = model if kind == "float32" else quantize(model, kind)
@@ -208,7 +215,7 @@ def measure(
     ours = found["clearhead float32"]
     alike = {name: sum(a == b for a, b in zip(texts, ours, strict=True)) for name, texts in found.items()}
     for name in ("CTranslate2 float32", "transformers float32") if beams == 1 else ("transformers float32",):
-        if alike[name] < len(sources):
+        if alike.get(name, len(sources)) < len(sources):
             raise SystemExit(f"{name} writes {alike[name]} of {len(sources)} texts as clearhead does, beams={beams}")
     calls = {name: (lambda run=run: run(sources, beams, single)) for name, run in contenders.items()}
     times = interleave(calls, rounds=rounds, warmup=0, shared=shared)

@@ -2,7 +2,9 @@
 
     python benchmarks/gpu/scaling.py --device cuda --out benchmarks/results/scaling_cuda.json      one GPU, half a minute
     python benchmarks/gpu/scaling.py --device cpu --out benchmarks/results/scaling_cpu.json        small sizes, a minute
+    python benchmarks/gpu/scaling.py --device cpu --shared ...     others use this computer too: one thread, CPU time
     python benchmarks/gpu/scaling.py --draw docs/pictures/scaling.png benchmarks/results/scaling_cuda.json
+    python benchmarks/gpu/scaling.py --draw docs/pictures/scaling_cpu.png benchmarks/results/scaling_cpu.json
 
 A LLaMA-like decoder with a vocabulary of 1,024, so that logits weigh little; bfloat16 on a GPU, float32 on a CPU. The forecast is
 the time of the useful operations at the speed of a large matrix product, or of the weights at that of a copy, whichever is longer
@@ -16,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -30,8 +31,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import clearhead as ch
+from benchmarks.common.results import cpu_model
+from benchmarks.common.timing import interleave, product_peak
 from clearhead.costs.hardware import measure_peak
-from clearhead.costs.measurement import Workload, measure
+from clearhead.costs.measurement import Workload, measure, repeat_step
 
 MOST = 1.15
 
@@ -53,24 +56,28 @@ SIZES = {  # (width, layers, batch, length) where another of them grows
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=list(SIZES))
+    parser.add_argument("--shared", action="store_true", help="on a CPU that others use: one thread, CPU time")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--draw", nargs=2, type=Path, metavar=("PNG", "JSON"))
     options = parser.parse_args()
     if options.draw:
         draw(options.draw[0], json.loads(options.draw[1].read_text()))
         return 0
-    told = run(options.device)
+    told = run(options.device, options.shared)
     if options.out:
         options.out.write_text(json.dumps(told, indent=1) + "\n")
     return int(max(row["growth"] for rows in told["sweeps"].values() for row in rows) > MOST)
 
 
-def run(device: str) -> dict[str, Any]:
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    rate, bandwidth = measure_peak(device, dtype), measure_copy(device)
+def run(device: str, shared: bool) -> dict[str, Any]:
+    if shared:
+        torch.set_num_threads(1)
+    rate = measure_peak(device, torch.bfloat16) if device == "cuda" else product_peak(shared)
+    bandwidth = measure_copy(device, shared)
     print(f"{rate / 1e12:.2f} TFLOP/s, {bandwidth / 1e9:.0f} GB/s")
     told: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else cpu_model(),
+        "threads": None if device == "cuda" else torch.get_num_threads(),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "flops_per_second": rate,
@@ -82,7 +89,9 @@ def run(device: str) -> dict[str, Any]:
         rows: list[dict[str, Any]] = []
         for value in grows:
             width, layers, batch, T = (value if isinstance(each, list) else each for each in (*size, length))
-            rows.append({name: value} | measure_one(decoder(width, layers, T), batch, T, device, rate, bandwidth))
+            rows.append(
+                {name: value} | measure_one(decoder(width, layers, T), batch, T, device, shared, rate, bandwidth)
+            )
         for before, row in pairwise(rows):
             row["growth"] = row["seconds"] / before["seconds"] / (row["forecast"] / before["forecast"])
         rows[0]["growth"] = 1.0
@@ -105,7 +114,7 @@ def decoder(width: int, layers: int, length: int) -> ch.Config:
 
 
 def measure_one(
-    config: ch.Config, batch: int, length: int, device: str, rate: float, bandwidth: float
+    config: ch.Config, batch: int, length: int, device: str, shared: bool, rate: float, bandwidth: float
 ) -> dict[str, Any]:
     precision = "bfloat16" if device == "cuda" else "float32"
     told = ch.cost(config, batch=batch, length=length, precision=precision, device=device)
@@ -113,8 +122,9 @@ def measure_one(
     if device == "cuda":
         seconds, peak = on_gpu(config, batch, length)
     else:
-        (found,) = measure(Workload(config=config, batch=batch, length=length), repeats=7)
-        seconds, peak = found.seconds, found.peak_bytes
+        work = Workload(config=config, batch=batch, length=length)
+        (found,), again = measure(work, repeats=1), repeat_step(work)
+        seconds, peak = min(interleave({"": again}, rounds=7, shared=shared)[""]), found.peak_bytes
     return dict(seconds=seconds, forecast=forecast, peak_bytes=peak, peak_forecast=told.peak_bytes)
 
 
@@ -152,18 +162,13 @@ def _events(go: Callable[[], object], n: int) -> float:
     return start.elapsed_time(end) / 1000 / n
 
 
-def measure_copy(device: str) -> float:
+def measure_copy(device: str, shared: bool) -> float:
     """Bytes a second of a large copy, those read and those written."""
     a = torch.randn(2**28 if device == "cuda" else 2**24, device=device)
     b = torch.empty_like(a)
     if device == "cuda":
         return 2 * a.nbytes / timed(lambda: b.copy_(a))
-    times: list[float] = []
-    for _ in range(7):
-        began = time.perf_counter()
-        b.copy_(a)
-        times.append(time.perf_counter() - began)
-    return 2 * a.nbytes / min(times)
+    return 2 * a.nbytes / min(interleave({"": lambda: b.copy_(a)}, rounds=7, shared=shared)[""])
 
 
 def draw(file: Path, told: dict[str, Any]) -> None:
@@ -193,7 +198,8 @@ def draw(file: Path, told: dict[str, Any]) -> None:
             axis.grid(alpha=0.3)
         grid[1, column].set_xlabel({"length": "tokens of one row", "width": "width", "batch": "rows of a batch"}[name])
     grid[0, 0].legend(frameon=False)
-    figure.suptitle(f"A forward pass on one {told['device']}: what it takes, and what the machine's ceilings allow")
+    where = f"{told['threads']} core of an" if told.get("threads") == 1 else "one"
+    figure.suptitle(f"A forward pass on {where} {told['device']}: what it takes, and what the machine's ceilings allow")
     figure.savefig(file, dpi=110, metadata={"Software": None})
 
 

@@ -1,6 +1,7 @@
 """What 4 bits cost a LLaMA-like decoder, plain and calibrated: the perplexity of a text that calibration does not see.
 
     .venv/bin/python benchmarks/quality/int4.py MODEL tinyshakespeare.txt --calibrate captions.txt sentences.txt --move columns
+    .venv/bin/python benchmarks/quality/int4.py MODEL tinyshakespeare.txt --kinds int8 w8a8 int4 w4a8      and 8 bits
 
 Weights that were rounded to 4 bits before (SmolLM2's GGUF file) would show no loss. `--move` takes them off the 4-bit values in
 a way that changes no result: `columns` multiplies them by random factors of about 10%, and divides what feeds them; `norms` also
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 import clearhead as ch
 from clearhead.cli.arguments import load_tokenizer_of
+from clearhead.limits import QUANTIZATIONS
 from clearhead.models import Decoder
 from clearhead.quantization.integer import quantize
 
@@ -30,21 +32,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("text", type=Path, help="its last tokens are measured")
-    parser.add_argument("--calibrate", type=Path, nargs="+", required=True, metavar="FILE")
+    parser.add_argument("--kinds", nargs="+", default=["int4"], choices=list(QUANTIZATIONS))
+    parser.add_argument("--calibrate", type=Path, nargs="+", default=[], metavar="FILE", help="for 4 bits")
     parser.add_argument("--move", choices=["no", "columns", "norms"], default="no")
     parser.add_argument("--tokens", type=int, default=8192, help="measured, and used to calibrate")
     options = parser.parse_args()
     tokenizer = load_tokenizer_of(options.model)
     ids = tokenizer.encode(options.text.read_text(encoding="utf-8"))[-options.tokens :]
     rows = torch.tensor(ids[: len(ids) // LENGTH * LENGTH]).view(-1, LENGTH)
-    each = options.tokens // len(options.calibrate)
+    each = options.tokens // max(1, len(options.calibrate))
     texts = [tokenizer.encode(file.read_text(encoding="utf-8"))[:each] for file in options.calibrate]
     whole = measure(load(options.model, options.move), rows)
     print(f"perplexity {math.exp(whole.mean()):.3f} on {rows.numel():,} tokens with full weights\n")
-    print("| 4 bits | perplexity | change | CPU time of rounding |\n|---|---|---|---|")
-    for name, calibrate in (("plain", None), ("calibrated", texts)):
+    print("| weights | perplexity | change | CPU time of rounding |\n|---|---|---|---|")
+    plain = [(kind, kind, None) for kind in options.kinds]
+    calibrated = [
+        (f"{kind}, calibrated", kind, texts) for kind in options.kinds if texts and QUANTIZATIONS[kind][0] == 4
+    ]
+    for name, kind, calibrate in plain + calibrated:
         model, start = load(options.model, options.move), time.process_time()
-        quantize(model, "int4", calibrate=calibrate)
+        quantize(model, kind, calibrate=calibrate)
         seconds, found = time.process_time() - start, measure(model, rows)
         change = math.exp((found - whole).mean()) - 1
         error = float((found - whole).std()) / math.sqrt(len(rows)) * (1 + change)  # one standard error over rows

@@ -30,6 +30,7 @@ from clearhead.errors import CheckpointError, ConfigError, InputError, did_you_m
 from clearhead.families import FAMILIES, family_of
 from clearhead.families.config_translation import Keys
 from clearhead.kernels import require_memory
+from clearhead.limits import QUANTIZATIONS
 from clearhead.models import Model, build
 from clearhead.quantization import integer as quantized
 from clearhead.quantization.calibration import Calibration
@@ -60,13 +61,13 @@ def load(
     ones). On the CPU, weights that the file stores as the model needs them stay memory-mapped and are read when they are used: the
     file may be replaced, as `save` does, but nobody may write into it.
     `image_size` is for Vision Transformers: position embeddings are interpolated to images of that size. `quantize`, "int8" or
-    "int4", holds the weights in 8 or 4 bits, for inference only. `calibrate`, for int4: some texts as lists of ids, for which the
-    weights are rounded with the least loss.
+    "int4", holds the weights in 8 or 4 bits, for inference only; "w8a8" and "w4a8" also round the inputs of products to 8 bits.
+    `calibrate`, for weights of 4 bits: some texts as lists of ids, for which they are rounded with the least loss.
     """
-    if quantize not in (None, "int8", "int4"):
-        raise InputError(f"quantize={quantize!r} is not known; {did_you_mean(quantize, ['int8', 'int4'])}")
+    if quantize is not None and quantize not in QUANTIZATIONS:
+        raise InputError(f"quantize={quantize!r} is not known; {did_you_mean(quantize, QUANTIZATIONS)}")
     if calibrate is not None and quantize is None:
-        raise InputError("calibrate=TEXTS is for quantize='int4'; got None; pass both, or none")
+        raise InputError("calibrate=TEXTS is for quantize='int4' or 'w4a8'; got None; pass both, or none")
     try:
         target = torch.device(device or "cpu")
     except RuntimeError:
@@ -97,7 +98,7 @@ def load(
     model = (model if image_size is None else resize_pictures(model, image_size)).eval()
     if quantize is None:
         return model
-    bits, numbers = {"int8": 8, "int4": 4}[quantize], sum(parameter.numel() for parameter in model.parameters())
+    (bits, _), numbers = QUANTIZATIONS[quantize], sum(parameter.numel() for parameter in model.parameters())
     smaller = "quantize='int4' takes half" if bits == 8 else "load a smaller model"
     require_memory(numbers * bits // 8, device or "cpu", f"{path} in {bits} bits", lambda free: smaller)
     return quantized.quantize(model, quantize, calibrate=calibrate)

@@ -31,15 +31,17 @@ Truncate = Annotated[
     bool, typer.Option("--truncate", help="Cut a text that is too long at its end. Without it, that is an error.")
 ]
 Quantize = Annotated[
-    Literal["int8", "int4"] | None,
-    typer.Option(help="Hold the weights in 8 or 4 bits: faster and smaller, a little less exact."),
+    Literal["int8", "int4", "w8a8", "w4a8"] | None,
+    typer.Option(
+        help="Hold the weights in 8 or 4 bits: faster and smaller, a little less exact. a8: inputs of products have 8 bits too."
+    ),
 ]
 Calibrate = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="With --quantize int4: a text of the kind that the model will read. Weights are rounded so that results on up to "
-        "8,192 tokens of it change least: less is lost, and loading takes longer.",
+        help="With --quantize int4 or w4a8: a text of the kind that the model will read. Weights are rounded so that results on "
+        "up to 8,192 tokens of it change least: less is lost, and loading takes longer.",
     ),
 ]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
@@ -102,8 +104,8 @@ def load_model(
 
 def check_calibrate(quantize: str | None, calibrate: str | None) -> None:
     """Refuse a text for calibration that would have no effect."""
-    if calibrate is not None and quantize != "int4":
-        raise InputError(f"--calibrate {calibrate!r} is for --quantize int4; got {quantize}; leave it out")
+    if calibrate is not None and quantize not in ("int4", "w4a8"):
+        raise InputError(f"--calibrate {calibrate!r} is for --quantize int4 or w4a8; got {quantize}; leave it out")
 
 
 def read_calibration(file: str | None, model_path: Path) -> list[list[int]] | None:

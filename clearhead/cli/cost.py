@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from clearhead.cli.arguments import Quantize, find_device
 from clearhead.config import Config
 from clearhead.errors import CheckpointError, ConfigError, InputError, did_you_mean
 
@@ -41,7 +42,7 @@ def run(
         Literal["float32", "bfloat16"] | None,
         typer.Option(help="Of the weights; in training, of the computation. Default: bfloat16; on a CPU float32."),
     ] = None,
-    quantize: Annotated[Literal["int8", "int4"] | None, typer.Option(help="Weights in 8 or 4 bits.")] = None,
+    quantize: Quantize = None,
     optimizer: Annotated[Literal["adamw", "muon", "sgd", "none"], typer.Option(help="For training.")] = "adamw",
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Compute blocks again in the backward pass: less memory, more time.")
@@ -110,8 +111,6 @@ def pick_device(name: str, *, measure: bool) -> str:
     if not measure:
         return "cpu" if name == "cpu" else "cuda"
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is imported: its profiler prints many messages
-    from clearhead.cli.arguments import find_device
-
     return find_device(name)
 
 

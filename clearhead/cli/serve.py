@@ -12,6 +12,7 @@ from clearhead.cli.arguments import (
     Calibrate,
     Device,
     Port,
+    Quantize,
     check_calibrate,
     check_port,
     find_device,
@@ -56,7 +57,7 @@ def run(
         bool | None,
         typer.Option(help="Whether the page may measure speed. Without it: on this machine alone, and without keys."),
     ] = None,
-    quantize: Annotated[str | None, typer.Option(help="Hold weights in fewer bits: int8 or int4.")] = None,
+    quantize: Quantize = None,
     calibrate: Calibrate = None,
     front_ends: Annotated[
         int | None,

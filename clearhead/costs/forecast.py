@@ -21,7 +21,7 @@ from clearhead.costs.temporaries import widest
 from clearhead.costs.units import spell_count
 from clearhead.display import html_table
 from clearhead.errors import ConfigError, did_you_mean
-from clearhead.limits import LOSS_CHUNK
+from clearhead.limits import LOSS_CHUNK, QUANTIZATIONS
 
 # The parts, and the figures of a cost, with the words that a table has for them.
 PARTS = {
@@ -48,7 +48,7 @@ CHOICES = {
     "precision": ("float32", "bfloat16"),
     "optimizer": ("adamw", "muon", "sgd", "none"),
     "parallel": ("fsdp", "ddp"),
-    "quantize": ("int8", "int4"),
+    "quantize": tuple(QUANTIZATIONS),
     "device": ("cpu", "cuda"),
 }
 
@@ -122,7 +122,8 @@ def cost(
     mode: "forward" is one call without gradients; "train" one forward and backward pass, and the optimizer's state; "decode" one
     more token for each row, with a cache that then holds `length` tokens. Lengths that are not given are the longest that the
     config allows; for sound, `source_length` counts positions after the convolutions: half the frames. In training, weights are
-    float32 and precision="bfloat16" means autocast; else the weights themselves are bfloat16, or int8 or int4 with `quantize`.
+    float32 and precision="bfloat16" means autocast; else the weights themselves are bfloat16, or int8 or int4 with `quantize`
+    ("w8a8" and "w4a8" are held alike).
 
     `shards` devices work on one batch each. With parallel="fsdp" they share weights, gradients and optimizer state, and gather
     two blocks at a time, and all that is in no block. With "ddp" each holds everything, and a second copy of the gradients to

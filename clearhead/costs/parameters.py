@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 
 from clearhead.config import Config
+from clearhead.limits import QUANTIZATIONS
 
 
 def count_parameters(config: Config) -> dict[str, int]:
@@ -50,21 +51,22 @@ def count_weight_bytes(config: Config, size: int, quantize: str | None = None) -
     total["head"] += size * c.vocab_size if c.head == "tokens" and c.head_bias == "fixed" else 0
     if quantize is None:
         return total
+    bits, _ = QUANTIZATIONS[quantize]
     encoder, decoder = _layers(c)
     layers, into = encoder + decoder, 2 if c.gated else 1
     tables = {"tokens": c.vocab_size + c.source_vocab_size, "patches": 0, "frames": c.vocab_size}[c.inputs]
     own_head = c.head == "tokens" and not c.tie_embeddings
     matrices = [  # part, how many, rows, numbers in a row, bits
-        ("embedding", 1, tables, c.d_model, "int8"),
-        ("feedforward", layers, into * c.d_ff, c.d_model, quantize),
-        ("feedforward", layers, c.d_model, c.d_ff, quantize),
-        ("head", int(own_head), c.vocab_size, c.d_model, "int8"),
+        ("embedding", 1, tables, c.d_model, 8),
+        ("feedforward", layers, into * c.d_ff, c.d_model, bits),
+        ("feedforward", layers, c.d_model, c.d_ff, bits),
+        ("head", int(own_head), c.vocab_size, c.d_model, 8),
     ]
     for heads, kv_heads in (heads_at(c, place) for place in c.attentions):
-        matrices.append(("attention", 1, (heads + 2 * kv_heads) * c.d_head, c.d_model, quantize))
-        matrices.append(("attention", 1, c.d_model, heads * c.d_head, quantize))
-    for part, count, rows, width, kind in matrices:
-        narrow = kind == "int4" and width % 32 == 0
+        matrices.append(("attention", 1, (heads + 2 * kv_heads) * c.d_head, c.d_model, bits))
+        matrices.append(("attention", 1, c.d_model, heads * c.d_head, bits))
+    for part, count, rows, width, here in matrices:
+        narrow = here == 4 and width % 32 == 0
         row = width // 2 + 4 * (width // 32) if narrow else width + 2 * -(-width // 64)
         total[part] += count * rows * (row - width * size)
     return total

@@ -239,7 +239,7 @@ def stack_of(model: Decoder | EncoderDecoder) -> Stack:
 def _matrix(weight: Any, bias: Tensor | None) -> decode_step.Matrix:
     if isinstance(weight, Int8 | Int4):
         parts = [getattr(weight, name) for name in weight.tensors]
-        return decode_step.matrix(parts, bias, shape=weight.shape, bits=weight.bits)
+        return decode_step.matrix(parts, bias, shape=weight.shape, bits=weight.bits, inputs=weight.inputs)
     return decode_step.matrix([weight], bias, shape=weight.shape, bits=32)
 
 

@@ -158,13 +158,14 @@ def packed_product(
     bias: Float[Tensor, " N"] | None,
     N: int,
     *,
+    inputs: int,
     is_tiled: bool,
 ) -> Float[Tensor, "*_ N"] | None:
-    """x W^T + b with W in the formats of quantization/integer.py: int4 has `mins`, int8 has none."""
+    """x W^T + b with W in the formats of quantization/integer.py: int4 has `mins`, int8 has none. `inputs`: bits of x."""
     if not x.numel() or not is_plain(x, q):
         return None
     if q.is_cuda:
-        if x.numel() // x.shape[-1] > CUDA_ROWS or not has_triton():
+        if x.numel() // x.shape[-1] > CUDA_ROWS or inputs == 8 or not has_triton():
             return None
         from clearhead.kernels import gpu
 
@@ -174,7 +175,7 @@ def packed_product(
     if x.device.type != "cpu" or not native.is_there() or is_tiled != native.has_tiles():
         return None
     wide = None if bias is None else bias.float()
-    out = native.linear_packed(_rows(x.float()), q, scales, mins, wide, N, 8 if mins is None else 4)
+    out = native.linear_packed(_rows(x.float()), q, scales, mins, wide, N, 8 if mins is None else 4, inputs)
     return out.view(*x.shape[:-1], -1).to(x.dtype)
 
 

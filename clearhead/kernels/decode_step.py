@@ -25,7 +25,7 @@ POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 class Matrix(ctypes.Structure):
     _fields_ = [(name, POINTER) for name in ("q", "scales", "mins", "bias")] + [
-        (name, INT) for name in ("n", "d", "bits")
+        (name, INT) for name in ("n", "d", "bits", "inputs")
     ]
 
 
@@ -92,10 +92,12 @@ def activations() -> dict[str, int]:
     return native.codes("activation")
 
 
-def matrix(parts: Sequence[Tensor], bias: Tensor | None, *, shape: Sequence[int], bits: int) -> Matrix:
-    """A weight of `shape` (N, D): `parts` are the weight itself (32 bits), or q, scales and (4 bits) mins."""
+def matrix(
+    parts: Sequence[Tensor], bias: Tensor | None, *, shape: Sequence[int], bits: int, inputs: int = 32
+) -> Matrix:
+    """A weight of `shape` (N, D): `parts` are the weight itself (32 bits), or q, scales and (4 bits) mins; `inputs`: bits of x."""
     held = [*(part.data_ptr() for part in parts), None, None][:3]
-    return Matrix(*held, None if bias is None else bias.data_ptr(), *shape, bits)
+    return Matrix(*held, None if bias is None else bias.data_ptr(), *shape, bits, inputs)
 
 
 def norm(kind: str, weight: Tensor, bias: Tensor | None, eps: float) -> Norm:

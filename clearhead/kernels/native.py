@@ -23,7 +23,7 @@ TEXT_WIDTHS = 16  # floats in the widest register: `text_attention` takes head w
 POINTER, INT, FLOAT, SMALL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 SIGNATURES: dict[str, tuple[list[Any], Any]] = {  # arguments and result; a result of 1 says that nothing was done
     "linear_f32": ([POINTER] * 4 + [INT] * 3 + [SMALL], None),
-    "linear_packed": ([POINTER] * 6 + [INT] * 4 + [SMALL], SMALL),
+    "linear_packed": ([POINTER] * 6 + [INT] * 5 + [SMALL], SMALL),
     "pack_int4": ([POINTER] * 5 + [INT] * 3 + [SMALL], None),
     "paged_attention": ([POINTER] * 6 + [INT] * 10 + [FLOAT, INT, SMALL], None),
     "paged_store": ([POINTER] * 6 + [INT] * 11, None),
@@ -68,16 +68,18 @@ def linear_packed(
     bias: Float[Tensor, " N"] | None,
     n: int,
     bits: int,
+    inputs: int,
 ) -> Float[Tensor, "R N"]:
-    """x W^T + b in float32; W has n rows of `bits` bits, in tiles if `has_tiles` (quantization/integer.py)."""
+    """x W^T + b in float32; W has n rows of `bits` bits, in tiles if `has_tiles`, and x is rounded to `inputs` bits
+    (quantization/integer.py)."""
     rows, d = x.shape
     out = x.new_empty(rows, n)
     failed = _FUNCTIONS["linear_packed"](
         *(x.data_ptr(), q.data_ptr(), scales.data_ptr(), None if mins is None else mins.data_ptr()),
-        *(None if bias is None else bias.data_ptr(), out.data_ptr(), rows, n, d, bits, torch.get_num_threads()),
+        *(None if bias is None else bias.data_ptr(), out.data_ptr(), rows, n, d, bits, inputs, torch.get_num_threads()),
     )
     if failed:
-        raise RuntimeError(f"native.cpp does not know weights of {bits} bits")
+        raise RuntimeError(f"native.cpp does not know weights of {bits} bits with inputs of {inputs}")
     return out
 
 

@@ -8,6 +8,10 @@ The formats, row-major, for a weight W of shape (N, D), as torch.nn.Linear holds
             scales  float16 (N, D / 32)       u[n, 2i] is the low half of byte q[n, i], u[n, 2i + 1] the high half
             mins    float16 (N, D / 32)       D is a multiple of 32
 
+The kernels round inputs to 16 bits, which is far less than the weights lose. "w8a8" and "w4a8" are the same formats with inputs of
+8 bits: each token's inputs are rounded in groups of 64 or 32, with a scale each, just before they are multiplied. On a CPU with
+AVX-512 VNNI products of many rows are then twice as fast. Each is about half a percent less exact.
+
 On a CPU with the right instructions, rows lie in tiles (kernels/packed.py). A state dict is always row-major.
 
 int4 takes 5 bits a weight in all, int8 8.25. Embedding and head stay at 8 bits in both, and are one tensor where they are tied.
@@ -28,6 +32,7 @@ from clearhead.errors import InputError, did_you_mean
 from clearhead.kernels.packed import Packed, tile, tile_offsets, untile
 from clearhead.layers.embedding import TokenEmbedding, TokenHead
 from clearhead.layers.linear import FusedLinear
+from clearhead.limits import QUANTIZATIONS
 from clearhead.quantization.calibration import Calibration, make_pass, round_in_turn
 from clearhead.quantization.int4_rounding import FITS, GROUP, SHRINKS, gptq, search
 
@@ -38,21 +43,22 @@ Some = TypeVar("Some", bound=nn.Module)
 
 
 def quantize(model: Some, kind: str, *, calibrate: Calibration | None = None) -> Some:
-    """Round the weights of the blocks' products to `kind`, "int8" or "int4", and the token embedding and head to int8, in place.
+    """Round the weights of the blocks' products to `kind` (`QUANTIZATIONS`), and the token embedding and head to 8 bits, in place.
 
     The model can then be run, but not trained. A matrix whose width 4-bit groups do not fit (not a multiple of 32) takes 8 bits.
-    `calibrate`, for int4: texts as lists of ids, or a function that calls the model once on inputs of its own. The 4-bit weights
+    `calibrate`, for 4 bits: texts as lists of ids, or a function that calls the model once on inputs of its own. The 4-bit weights
     are then chosen so that results on these inputs change least (calibration.py), which takes longer and loses less.
     """
-    if kind not in ("int8", "int4"):
-        raise InputError(f"quantize={kind!r} is not known; {did_you_mean(kind, ['int8', 'int4'])}")
-    if calibrate is not None and kind != "int4":
+    if kind not in QUANTIZATIONS:
+        raise InputError(f"quantize={kind!r} is not known; {did_you_mean(kind, QUANTIZATIONS)}")
+    bits, inputs = QUANTIZATIONS[kind]
+    if calibrate is not None and bits != 4:
         raise InputError(
-            f"calibrate=TEXTS is for quantize='int4'; got {kind!r}, whose loss is small without; leave it out"
+            f"calibrate=TEXTS is for quantize='int4' or 'w4a8'; got {kind!r}, whose loss is small without; leave it out"
         )
     call = None if calibrate is None else make_pass(model, calibrate)
     outer, inner = _find_weights(model)
-    narrow = {name for name, width in inner.items() if kind == "int4" and width % GROUP == 0}
+    narrow = {name for name, width in inner.items() if bits == 4 and width % GROUP == 0}
     if call is not None and not narrow:
         raise InputError(
             f"calibrate=TEXTS is for weights of 4 bits, and this model has none: widths {sorted(set(inner.values()))} are no "
@@ -64,7 +70,7 @@ def quantize(model: Some, kind: str, *, calibrate: Calibration | None = None) ->
         module: Any = model.get_submodule(name)
         weight = module.weight
         if id(weight) not in held:
-            held[id(weight)] = Int4(weight, hessian) if name in narrow else Int8(weight)
+            held[id(weight)] = Int4(weight, hessian, inputs) if name in narrow else Int8(weight, inputs)
         delattr(module, "weight")
         module.add_module("weight", held[id(weight)])
 
@@ -95,10 +101,10 @@ def _find_weights(model: nn.Module) -> tuple[list[str], dict[str, int]]:
 
 
 class Quantized(Packed):
-    """What both kinds share. `like` is an empty tensor that follows the model's type and device; the scales keep their type."""
+    """What both share. `like` is an empty tensor that follows the model's type and device; the scales keep their type."""
 
-    kind: str
     bits: int
+    group: int  # numbers that share a scale
     tensors: tuple[str, ...]
     like: Tensor
     q: Tensor
@@ -106,9 +112,10 @@ class Quantized(Packed):
     mins: Tensor
     is_tiled: bool
 
-    def __init__(self, weight: Float[Tensor, "N D"], **held: Tensor) -> None:
+    def __init__(self, weight: Float[Tensor, "N D"], inputs: int, **held: Tensor) -> None:
         super().__init__()
-        self.shape = weight.shape
+        self.shape, self.inputs = weight.shape, inputs
+        self.kind = next(kind for kind, bits in QUANTIZATIONS.items() if bits == (self.bits, inputs))
         self.register_buffer("like", weight.detach().new_empty(0), persistent=False)
         self.is_tiled = kernels.wants_tiles(weight)
         self.widths = {name: held[name].shape[1] for name in self.tensors}
@@ -160,8 +167,10 @@ class Quantized(Packed):
                 f"no gradient goes through quantised weights; these are {self.kind}; run the model under torch.no_grad(), or "
                 f"train it first and then quantise it"
             )
-        mins = self.mins if "mins" in self.tensors else None
-        out = kernels.packed_product(x, self.q, self.scales, mins, bias, self.shape[0], is_tiled=self.is_tiled)
+        out = self._by_kernel(x, bias, self.inputs)
+        if out is None and self.inputs == 8:  # no kernel that rounds: perhaps one that takes what is rounded
+            x = self.round_inputs(x)
+            out = self._by_kernel(x, bias, 16)
         if out is not None:
             return out
         if self.q.is_cuda or torch.compiler.is_compiling():
@@ -169,6 +178,20 @@ class Quantized(Packed):
         step = max(1, PIECE // self.shape[1])  # piece by piece: the whole matrix in float32 would need much more memory
         parts = [F.linear(x, self.unpack(slice(i, i + step)).to(x.dtype)) for i in range(0, self.shape[0], step)]
         return torch.cat(parts, -1) if bias is None else torch.cat(parts, -1) + bias
+
+    def _by_kernel(self, x: Tensor, bias: Tensor | None, inputs: int) -> Tensor | None:
+        mins = self.mins if "mins" in self.tensors else None
+        return kernels.packed_product(
+            x, self.q, self.scales, mins, bias, self.shape[0], inputs=inputs, is_tiled=self.is_tiled
+        )
+
+    def round_inputs(self, x: Float[Tensor, "*_ D"]) -> Float[Tensor, "*_ D"]:
+        """x, each group rounded to multiples of a 127th of its largest number."""
+        D = x.shape[-1]
+        groups = F.pad(x.float(), (0, -D % self.group)).unflatten(-1, (-1, self.group))
+        largest = groups.abs().amax(-1, keepdim=True)
+        inverse = 127 / largest.clamp(min=1e-36)  # below, 127 / largest is infinite
+        return ((groups * inverse).round() * (largest / 127)).flatten(-2)[..., :D].to(x.dtype)
 
     def rows(self, ids: Int[Tensor, "*_"]) -> Float[Tensor, "*_ D"]:
         return self.unpack(ids).to(self.dtype)
@@ -188,12 +211,12 @@ class Quantized(Packed):
 
 
 class Int8(Quantized):
-    kind, bits, tensors, group = "int8", 8, ("q", "scales"), 64
+    bits, tensors, group = 8, ("q", "scales"), 64
 
-    def __init__(self, weight: Float[Tensor, "N D"]) -> None:
+    def __init__(self, weight: Float[Tensor, "N D"], inputs: int = 16) -> None:
         parts = [self._round(part) for part in weight.detach().split(max(1, PIECE // weight.shape[1]))]
         q, scales = (torch.cat(part) for part in zip(*parts, strict=True))
-        super().__init__(weight, q=q, scales=scales)
+        super().__init__(weight, inputs, q=q, scales=scales)
 
     def _round(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         D = weight.shape[1]
@@ -210,9 +233,11 @@ class Int8(Quantized):
 
 
 class Int4(Quantized):
-    kind, bits, tensors, group = "int4", 4, ("q", "scales", "mins"), GROUP
+    bits, tensors, group = 4, ("q", "scales", "mins"), GROUP
 
-    def __init__(self, weight: Float[Tensor, "N D"], hessian: Float[Tensor, "D D"] | None = None) -> None:
+    def __init__(
+        self, weight: Float[Tensor, "N D"], hessian: Float[Tensor, "D D"] | None = None, inputs: int = 16
+    ) -> None:
         """`hessian`: of the inputs that the weight will get (int4_rounding.gptq)."""
         numbers = weight.detach()
         found = kernels.pack_int4(numbers, SHRINKS, FITS) if hessian is None else _packed(*gptq(numbers, hessian))
@@ -220,7 +245,7 @@ class Int4(Quantized):
             parts = [self._search(part) for part in numbers.split(max(1, PIECE // 16 // numbers.shape[1]))]
             found = tuple(torch.cat(part) for part in zip(*parts, strict=True))
         q, scales, mins = found
-        super().__init__(weight, q=q, scales=scales.half(), mins=mins.half())
+        super().__init__(weight, inputs, q=q, scales=scales.half(), mins=mins.half())
 
     def _search(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For each group the scale and minimum with the least squared error, among several starts."""

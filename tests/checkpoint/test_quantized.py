@@ -17,7 +17,7 @@ def test_load_quantised(tmp_path: Path) -> None:
     model: Any = ch.build(ch.preset("gpt2", n_layers=2, d_model=64, n_heads=4, d_ff=128, vocab_size=300)).eval()
     ch.save(model, tmp_path / "gpt")
     tokens = torch.arange(7)[None]
-    for kind, within in (("int8", 0.01), ("int4", 0.2)):
+    for kind, within in (("int8", 0.01), ("int4", 0.2), ("w8a8", 0.02), ("w4a8", 0.2)):
         packed: Any = ch.load(tmp_path / "gpt", quantize=kind)
         assert sum(t.nbytes for t in packed.buffers()) < sum(p.nbytes for p in model.parameters()) / 3
         expected = model(tokens)

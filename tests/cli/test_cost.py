@@ -7,14 +7,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from typer.testing import CliRunner
 
 import clearhead as ch
 from clearhead.cli import app
+from clearhead.cli.arguments import Quantize
 from clearhead.errors import ClearheadError
+from clearhead.limits import QUANTIZATIONS
 
 TINY = [
     "--set",
@@ -172,6 +174,11 @@ def test_broken_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").unlink()
     (tmp_path / "recipe.toml").write_text("")
     assert "is a run that has not ended" in refused(str(tmp_path))
+
+
+def test_every_kind_of_quantization_is_an_option() -> None:
+    kinds, _none = get_args(get_args(Quantize)[0])
+    assert get_args(kinds) == tuple(QUANTIZATIONS)
 
 
 def test_a_forecast_does_not_import_torch() -> None:

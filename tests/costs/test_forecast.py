@@ -17,7 +17,7 @@ from clearhead.costs import cost
 from clearhead.costs.forecast import PARTS
 from clearhead.costs.parameters import count_matrices, count_parameters
 from clearhead.kernels import cross_entropy as losses
-from clearhead.limits import LOSS_CHUNK
+from clearhead.limits import LOSS_CHUNK, QUANTIZATIONS
 from clearhead.models import Decoder, EncoderDecoder, build
 from clearhead.quantization.integer import quantize
 
@@ -134,8 +134,8 @@ def test_quantised_weights_weigh_what_is_said(name: str, kind: str) -> None:
 
 
 def test_bits_of_a_weight() -> None:
-    parts = {kind: cost(ch.preset("llama-7b"), batch=1, quantize=kind).parts for kind in ("int8", "int4")}
-    for kind, bits in (("int8", 8.25), ("int4", 5)):
+    parts = {kind: cost(ch.preset("llama-7b"), batch=1, quantize=kind).parts for kind in QUANTIZATIONS}
+    for kind, bits in (("int8", 8.25), ("int4", 5), ("w8a8", 8.25), ("w4a8", 5)):
         for part in ("projections", "feedforward"):
             assert 8 * parts[kind]["weight_bytes"][part] / parts[kind]["params"][part] == bits
 

@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 import random
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -14,14 +15,17 @@ import pytest
 import tokenizers
 import torch
 from tokenizers import decoders, models
+from torch import nn
 
 from clearhead.config import Generation
 from clearhead.data import Tokenizer
+from clearhead.engine import engine as engine_module
 from clearhead.engine.allocator import BLOCK_SIZE, NO_OWNER
 from clearhead.engine.processor_cache import ProcessorCache
 from clearhead.engine.runner import ModelRunner
 from clearhead.errors import InputError
 from clearhead.generation import Engine, Grammar, Hypothesis, Request, Strategy, Ticket, Token, generate, stream
+from clearhead.inside.evaluation_mode import eval_mode
 from clearhead.sampling.logits_processors import LogitsProcessor
 from tests.generation.models import ENDS
 from tests.models.tiny import tiny
@@ -595,6 +599,31 @@ def test_a_model_in_training_generates_without_dropout() -> None:
         engine.step()
     assert ticket.ids == expected
     assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_modules_of_a_model_are_asked_once_a_run(trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again if somebody calls `train` meanwhile, so that no step has dropout."""
+    model: Any = tiny("llama", dropout=0.5)
+    expected = alone(model, ask(text(0, 5))).ids
+    engine, asked = Engine(model, max_tokens=400), list[nn.Module]()
+
+    def counted(model: nn.Module) -> AbstractContextManager[None]:
+        asked.append(model)
+        return eval_mode(model)
+
+    def decode() -> None:
+        plain_decode()
+        if engine.n_steps == 3 and trained:
+            model.train()
+
+    plain_decode = engine._decode
+    monkeypatch.setattr(engine_module, "eval_mode", counted)
+    monkeypatch.setattr(engine, "_decode", decode)
+    ticket = engine.submit(ask(text(0, 5)))
+    engine.run()
+    assert ticket.ids == expected
+    assert len(asked) == 1 + trained
 
 
 # Cancelling.

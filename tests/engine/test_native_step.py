@@ -162,7 +162,7 @@ def test_as_the_model(name: str, kind: str) -> None:
         theirs.own.counts[:] += 1
 
 
-@pytest.mark.parametrize("kind", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["fp32", "int8", "int4", "w8a8", "w4a8"])
 @pytest.mark.parametrize("d_head", [1, 7, 10, 15, 16, 24])
 def test_the_same_bits_alone_and_in_a_batch(d_head: int, kind: str) -> None:
     """Of any head width, with any number of threads; widths at which no row of a matrix ends with a register."""

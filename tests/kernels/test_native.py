@@ -43,16 +43,17 @@ def test_linear(rows: int, n: int, d: int, biased: bool) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize(("rows", "n", "d"), [*SIZES, (5, 11, 576), (43, 5, 96), (2, 3, 32)])
-def test_packed(rows: int, n: int, d: int) -> None:
+@pytest.mark.parametrize(("inputs", "limit"), [(16, 32512), (8, 127)])
+@pytest.mark.parametrize(("rows", "n", "d"), [*SIZES, (5, 11, 576), (43, 5, 96), (2, 3, 32), (9, 53, 160)])
+def test_packed(rows: int, n: int, d: int, inputs: int, limit: int) -> None:
     x, weight, bias = torch.randn(rows, d), torch.randn(n, d), torch.randn(n)
     for kind in (Int8, Int4) if d % 32 == 0 else (Int8,):
-        packed = kind(weight)
+        packed = kind(weight, inputs=inputs)
         expected = F.linear(x.double(), packed.unpack().double(), bias.double())
         ours = packed.product(x, bias)
-        # x is rounded to 16 bits: by half a step of the largest's 32,512th, for at most 64 neighbours, each time its weight
+        # x is rounded by half a step of the largest's 32,512th (or 127th), for at most 64 neighbours, each time its weight
         groups = F.pad(x, (0, -d % 64)).unflatten(1, (-1, 64))
-        step = (groups.abs().amax(-1, keepdim=True) / 32512).expand_as(groups).flatten(1)[:, :d]
+        step = (groups.abs().amax(-1, keepdim=True) / limit).expand_as(groups).flatten(1)[:, :d]
         bound = step.double() / 2 @ packed.unpack().double().abs().T
         # and float32 adds up the groups: some 50 sums as large as the result
         assert ((ours.double() - expected).abs() <= bound + 1e-5 + 1e-6 * expected.abs()).all()
@@ -66,7 +67,8 @@ def test_packed(rows: int, n: int, d: int) -> None:
 def test_what_is_no_number_comes_out_again(wrong: float) -> None:
     x, weight = torch.randn(2, 96), torch.randn(5, 96)
     x[1, 70] = wrong
-    for ours in (native.linear(x, weight, None), Int8(weight).product(x, None), Int4(weight).product(x, None)):
+    kinds = [kind(weight, inputs=inputs) for kind in (Int8, Int4) for inputs in (16, 8)]
+    for ours in (native.linear(x, weight, None), *(packed.product(x, None) for packed in kinds)):
         assert ours[0].isfinite().all()
         assert not ours[1].isfinite().any()
 
@@ -189,7 +191,7 @@ for causal in (False, True):
 import clearhead as ch
 from clearhead.quantization.integer import quantize
 from clearhead.engine.native_step import NativeStep
-for kind in ("int8", "int4"):
+for kind in ("int8", "int4", "w8a8", "w4a8"):
     model = ch.build(ch.preset("gpt2", n_layers=2, d_model=96, n_heads=4, d_ff=64, max_len=41, vocab_size=307), seed=0)
     quantize(model, kind)
     texts = ch.generate(model, [[5, 7], [11]], max_new_tokens=19, eos=())

@@ -205,9 +205,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
         assert isinstance(model.blocks[0].feedforward.down.weight, nn.Parameter), "nothing was rounded"
     with pytest.raises(InputError, match=r"token ids must be 0 \.\. 96.*got 97"):
         quantize(small(), "int4", calibrate=[[97] * 300])
-    with pytest.raises(InputError, match="is for quantize='int4'; got 'int8'"):
+    with pytest.raises(InputError, match="is for quantize='int4' or 'w4a8'; got 'int8'"):
         quantize(small(), "int8", calibrate=texts())
-    with pytest.raises(InputError, match="is for quantize='int4'; got None"):
+    with pytest.raises(InputError, match="is for quantize='int4' or 'w4a8'; got None"):
         ch.load(tmp_path / "gpt", calibrate=texts())
     with pytest.raises(InputError, match=r"weights of 4 bits, and this model has none: widths \[48, 80\]"):
         quantize(small(d_model=48, d_ff=80), "int4", calibrate=texts())

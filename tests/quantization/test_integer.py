@@ -108,7 +108,7 @@ def test_int4_searches() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("kind", "worst"), [("int8", 0.02), ("int4", 0.25)])
+@pytest.mark.parametrize(("kind", "worst"), [("int8", 0.02), ("int4", 0.25), ("w8a8", 0.03), ("w4a8", 0.25)])
 @torch.no_grad()
 def test_a_model_runs_on_them(kind: str, worst: float, tied: bool) -> None:
     model, tokens = small(tie_embeddings=tied), torch.randint(0, 97, (3, 13))
@@ -122,16 +122,45 @@ def test_a_model_runs_on_them(kind: str, worst: float, tied: bool) -> None:
         if f"{name}.weight" in packed:
             module.weight.copy_(packed[f"{name}.weight"].unpack())  # type: ignore[union-attr]
     ours = model(tokens)
-    # inputs rounded to 16 bits in some ten products
-    torch.testing.assert_close(ours, rounded(tokens), rtol=0, atol=1e-3 * float(expected.std()))
+    # inputs rounded to 16 bits in some ten products, or to 8
+    near = (1e-3 if kind.startswith("int") else 0.1) * float(expected.std())
+    torch.testing.assert_close(ours, rounded(tokens), rtol=0, atol=near)
     assert float((ours - expected).norm() / expected.norm()) < worst
     kinds = {module.kind for name, module in packed.items() if "blocks." in name}
     assert kinds == {kind}
-    assert {module.kind for name, module in packed.items() if "blocks." not in name} == {"int8"}
+    outer = {module.kind for name, module in packed.items() if "blocks." not in name}
+    assert outer == {kind.replace("4", "8", 1)}
 
     cache = model.new_cache(batch=3, max_len=13)
     stepwise = torch.cat([model(part, cache=cache) for part in tokens.split(5, 1)], 1)
-    torch.testing.assert_close(stepwise, ours, rtol=0, atol=1e-3 * float(expected.std()))
+    torch.testing.assert_close(stepwise, ours, rtol=0, atol=near)
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("kind", [Int8, Int4])
+@torch.no_grad()
+def test_inputs_of_8_bits(kind: type[Int8 | Int4], there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written out by hand: with kernels and without, a token's inputs become the same integers, whatever else is in the batch."""
+    weight, size = torch.randn(37, 96), 64 if kind is Int8 else 32
+    x = torch.randn(5, 96) * torch.logspace(-20, 20, 5)[:, None]
+    x[1, :64], x[2, 33] = 0, 50 * x[2].abs().max()
+    packed = kind(weight, inputs=8)
+    expected = torch.zeros(5, 37, dtype=torch.float64)
+    for start in range(0, 96, size):
+        part = x[:, start : start + size]
+        scale = part.abs().amax(1, keepdim=True) / 127
+        rounded = (part * torch.where(scale > 0, 127 / part.abs().amax(1, keepdim=True), 0)).round()
+        assert rounded.abs().max() == 127
+        expected += (rounded * scale).double() @ packed.unpack()[:, start : start + size].double().T
+    if not there:
+        monkeypatch.setattr(native, "is_there", lambda: False)
+    ours = packed.product(x, None)
+    # float32 adds up three groups; one integer that is off by 1 would be 100 times as far
+    limit = 1e-5 * expected.abs().amax(1, keepdim=True)
+    assert ((ours.double() - expected).abs() <= limit).all()
+    assert (kind(weight).product(x, None).double() - expected).abs().amax(1).gt(100 * limit[:, 0]).all()
+    if there and native.is_there():
+        assert all(torch.equal(packed.product(x[row : row + 1], None)[0], ours[row]) for row in range(5))
 
 
 @pytest.mark.parametrize("shape", ["decoder", "encoder-decoder"])

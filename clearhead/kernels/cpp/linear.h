@@ -38,8 +38,11 @@ inline void columns(const Weights& w, const Input& in, i64 rows, i64 from, i64 t
 inline void columns(const Matrix& m, const Input& in, i64 rows, i64 from, i64 to, const Target& target) {
     if (m.bits == 32) columns(Float{(const float*)m.q, m.d}, in, rows, from, to, target);
 #if TILES
-    if (m.bits == 8) tiles(Int8{(const int8_t*)m.q, m.scales, m.n, m.d}, in, rows, from, to, target);
-    if (m.bits == 4) tiles(Int4{(const uint8_t*)m.q, m.scales, m.mins, m.n, m.d}, in, rows, from, to, target);
+    const auto packed = [&](const auto& weights) {
+        m.inputs == 8 ? tiles<1>(weights, in, rows, from, to, target) : tiles<2>(weights, in, rows, from, to, target);
+    };
+    if (m.bits == 8) packed(Int8{(const int8_t*)m.q, m.scales, m.n, m.d});
+    if (m.bits == 4) packed(Int4{(const uint8_t*)m.q, m.scales, m.mins, m.n, m.d});
 #else
     if (m.bits == 8) columns(Int8{(const int8_t*)m.q, m.scales, m.d}, in, rows, from, to, target);
     if (m.bits == 4) columns(Int4{(const uint8_t*)m.q, m.scales, m.mins, m.d}, in, rows, from, to, target);
@@ -70,12 +73,12 @@ inline i64 piece(const Matrix& m, int threads) {
 }
 
 Input input(const Matrix& m, const float* x, void* memory, i64 rows) {
-    return input(x, memory, rows, m.d, m.bits == 4 ? Int4::SPAN : Int8::SPAN);
+    return m.bits == 4 ? input(x, memory, rows, m.d, Int4::SPAN, Int4::SCALES) : input(x, memory, rows, m.d, Int8::SPAN, Int8::SCALES);
 }
 
 inline void round_row(const Matrix& m, const Input& in, i64 row) {
-    if (m.bits == 8) round_row<Int8>(in, row, m.d);
-    if (m.bits == 4) round_row<Int4>(in, row, m.d);
+    if (m.bits == 8) m.inputs == 8 ? round_row<1, Int8>(in, row, m.d) : round_row<2, Int8>(in, row, m.d);
+    if (m.bits == 4) m.inputs == 8 ? round_row<1, Int4>(in, row, m.d) : round_row<2, Int4>(in, row, m.d);
 }
 
 void product(const Matrix& m, const float* x, float* out, i64 rows, int threads) {
@@ -98,13 +101,13 @@ const int has_tiles = TILES;
 }
 
 extern "C" void linear_f32(const float* x, const float* w, const float* bias, float* out, i64 rows, i64 n, i64 d, int threads) {
-    product({w, nullptr, nullptr, bias, n, d, 32}, x, out, rows, threads);
+    product({w, nullptr, nullptr, bias, n, d, 32, 32}, x, out, rows, threads);
 }
 
-// 0: done. 1: not done, because there is no weight of that many bits.
+// 0: done. 1: not done, because there is no weight, or no input, of that many bits.
 extern "C" int linear_packed(const float* x, const void* q, const uint16_t* scales, const uint16_t* mins, const float* bias,
-                              float* out, i64 rows, i64 n, i64 d, i64 bits, int threads) {
-    const Matrix weight = {q, scales, mins, bias, n, d, bits};
+                              float* out, i64 rows, i64 n, i64 d, i64 bits, i64 inputs, int threads) {
+    const Matrix weight = {q, scales, mins, bias, n, d, bits, inputs};
     if (!is_known(weight)) return 1;
     product(weight, x, out, rows, threads);
     return 0;

@@ -6,21 +6,22 @@
 
 namespace {
 
-// A weight in float32 (bits = 32), or packed in 8 or 4 bits as quantization/integer.py describes.
+// A weight in float32 (bits = 32), or packed in 8 or 4 bits as quantization/integer.py describes. The inputs of a packed one are
+// rounded to integers of `inputs` bits, 16 or 8.
 struct Matrix {
     const void* q;           // (n, d)
     const uint16_t* scales;  // float16
     const uint16_t* mins;
     const float* bias;  // (n), or null
-    i64 n, d, bits;
+    i64 n, d, bits, inputs;
 };
 
-// Inputs of packed weights are rounded to 16-bit integers, with one scale for each `span` numbers. The error is far below that of
-// the weights, and integers multiply twice as fast as floats. A sum of 128 products fits 32 bits.
+// Inputs of packed weights are rounded to integers, with one scale for each `span` numbers. With 16 bits the error is far below that
+// of the weights, and integers multiply twice as fast as floats. A sum of 128 products fits 32 bits.
 struct Input {
     const float* x;  // (rows, d)
-    int16_t* q;      // (rows, spans, span); (spans, rows, span) for tiles
-    float* scales;   // as many as spans
+    int16_t* q;      // (rows, spans, span); for tiles (spans, rows, span), of bytes where inputs have 8 bits
+    float* scales;   // as many as spans, or twice as many (packed_rows.h)
     float* sums;     // of each 32 rounded numbers (of each span for tiles): what the minimums of 4-bit weights are multiplied with
     i64 rows, spans;
 };
@@ -28,10 +29,10 @@ struct Input {
 // Bytes of memory that `input` needs.
 i64 room_for(i64 rows, i64 d) { return rows * (d + 128) / 32 * (32 * sizeof(int16_t) + 2 * sizeof(float)); }
 
-Input input(const float* x, void* memory, i64 rows, i64 d, i64 span) {
+Input input(const float* x, void* memory, i64 rows, i64 d, i64 span, i64 scales_of_span) {
     const i64 spans = (d + span - 1) / span;
     float* scales = (float*)((int16_t*)memory + rows * spans * span);
-    return {x, (int16_t*)memory, scales, scales + rows * spans, rows, spans};
+    return {x, (int16_t*)memory, scales, scales + rows * spans * scales_of_span, rows, spans};
 }
 
 // Where results go. They replace what is there, or are added to it.
@@ -105,6 +106,6 @@ inline const T* padded_span(T (&room)[N], const T* from, i64 there) {
     return there >= N ? from : (const T*)memcpy(memset(room, 0, sizeof room), from, sizeof(T) * there);
 }
 
-inline bool is_known(const Matrix& m) { return m.bits == 32 || m.bits == 8 || m.bits == 4; }
+inline bool is_known(const Matrix& m) { return m.bits == 32 || ((m.bits == 8 || m.bits == 4) && (m.inputs == 8 || m.inputs == 16)); }
 
 }  // namespace

@@ -14,13 +14,12 @@ using Sum = __m256;
 inline Int multiply(Int sums, Int a, Int b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
 inline Int load_whole(const int16_t* from) { return _mm256_loadu_si256((const Int*)from); }
 inline Sum add(Sum sums, Int products, Sum scale) { return _mm256_fmadd_ps(_mm256_cvtepi32_ps(products), scale, sums); }
-inline Sum times(Sum a, float b) { return _mm256_mul_ps(a, _mm256_set1_ps(b)); }
 #endif
 constexpr int SPAN = 64, QROWS = 4, QCOLUMNS = 2;
 
-// `unpack` gives the weights of one column and span as 16-bit integers, and their scale.
+// `unpack` gives the weights of one column and span as 16-bit integers, and their scale. SCALES: of a span's inputs.
 struct Int8 {
-    static constexpr int SPAN = 64, MOST = QROWS, COLUMNS = QCOLUMNS;
+    static constexpr int SPAN = 64, SCALES = 1, MOST = QROWS, COLUMNS = QCOLUMNS;
     const int8_t* q;         // (n, d)
     const uint16_t* scales;  // (n, spans), float16
     i64 d;
@@ -40,6 +39,7 @@ struct Int8 {
         for (int i = 0; i < PARTS; i++) w[i] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from + i));
         scale = _mm256_cvtph_ps(half);
     }
+    static inline Sum of_inputs(const float* scales) { return _mm256_set1_ps(scales[0]); }
 #endif
     inline void unpack_slowly(i64 c, i64 span, int16_t w[SPAN], float scale[SPAN / 32]) const {
         for (i64 i = 0; i < SPAN; i++) w[i] = span * SPAN + i < d ? q[c * d + span * SPAN + i] : 0;
@@ -49,7 +49,7 @@ struct Int8 {
 };
 
 struct Int4 {
-    static constexpr int SPAN = ::SPAN, MOST = QROWS, COLUMNS = QCOLUMNS;
+    static constexpr int SPAN = ::SPAN, SCALES = 2, MOST = QROWS, COLUMNS = QCOLUMNS;
     const uint8_t* q;        // (n, d / 2): the even neighbour low, the odd one high
     const uint16_t* scales;  // (n, d / 32), float16
     const uint16_t* mins;
@@ -82,6 +82,7 @@ struct Int4 {
         const Int each = _mm256_set_epi32(1, 1, 1, 1, 0, 0, 0, 0);
         scale = _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_cvtph_ps(_mm_cvtsi32_si128((int)pair))), each);
     }
+    static inline Sum of_inputs(const float* scales) { return _mm256_set_m128(_mm_set1_ps(scales[1]), _mm_set1_ps(scales[0])); }
 #else
     static constexpr int place(int i) { return i; }
 #endif
@@ -113,36 +114,42 @@ struct Int4 {
     }
 };
 
-template <class Weights>
+// DIGITS: bytes of a rounded input. With one, a group of weights and its inputs have a scale each, as in tiles.
+template <int DIGITS, class Weights>
 void round_row(const Input& in, i64 row, i64 d) {
-    constexpr int SPAN = Weights::SPAN;
+    constexpr int SPAN = Weights::SPAN, EACH = SPAN / Weights::SCALES, GROUP = DIGITS == 2 ? SPAN : EACH;
+    constexpr float LIMIT = DIGITS == 2 ? 32767 : 127;
     for (i64 at = row * in.spans; at < (row + 1) * in.spans; at++) {
         const i64 first = (at - row * in.spans) * SPAN;
-        float room[SPAN], sizes[WIDE] = {}, wrong[WIDE] = {}, largest = 0, scale = 0;
+        float room[SPAN];
         const float* x = padded_span(room, in.x + row * d + first, d - first);
-        for (int i = 0; i < SPAN; i += WIDE)
+        for (int g = 0; g < SPAN; g += GROUP) {
+            float sizes[WIDE] = {}, wrong[WIDE] = {}, largest = 0, scale = 0;
+            for (int i = g; i < g + GROUP; i += WIDE)
+                for (int j = 0; j < WIDE; j++) {
+                    const float size = std::fabs(x[i + j]);
+                    sizes[j] = size > sizes[j] ? size : sizes[j];
+                    wrong[j] += x[i + j] * 0;  // NaN and infinity must reach the result
+                }
             for (int j = 0; j < WIDE; j++) {
-                const float size = std::fabs(x[i + j]);
-                sizes[j] = size > sizes[j] ? size : sizes[j];
-                wrong[j] += x[i + j] * 0;  // NaN and infinity must reach the result
+                largest = sizes[j] > largest ? sizes[j] : largest;
+                scale += wrong[j];
             }
-        for (int j = 0; j < WIDE; j++) {
-            largest = sizes[j] > largest ? sizes[j] : largest;
-            scale += wrong[j];
-        }
-        const float inverse = largest > 0 && largest < 1e38f ? 32767 / largest : 0;
-        in.scales[at] = scale += largest / 32767;
-        int32_t rounded[SPAN];
-        for (int i = 0; i < SPAN; i++) {
-            const float near = x[i] * inverse + 12582912.f;  // 1.5 * 2^23: the rounded integer is in the low bits
-            memcpy(rounded + i, &near, sizeof near);
-            rounded[i] = (int16_t)rounded[i];
-        }
-        for (int i = 0; i < SPAN; i++) in.q[at * SPAN + Weights::place(i)] = (int16_t)rounded[i];
-        for (int i = 0; i < SPAN; i += 32) {
-            int32_t total = 0;
-            for (int j = 0; j < 32; j++) total += rounded[i + j];
-            in.sums[(at * SPAN + i) / 32] = total * scale;
+            const float inverse = largest > 0 && largest < 1e38f ? LIMIT / largest : 0;
+            scale += largest / LIMIT;
+            for (int i = g; i < g + GROUP; i += EACH) in.scales[(at * SPAN + i) / EACH] = scale;
+            int32_t rounded[GROUP];
+            for (int i = 0; i < GROUP; i++) {
+                const float near = x[g + i] * inverse + 12582912.f;  // 1.5 * 2^23: the rounded integer is in the low bits
+                memcpy(rounded + i, &near, sizeof near);
+                rounded[i] = (int16_t)rounded[i];
+            }
+            for (int i = 0; i < GROUP; i++) in.q[at * SPAN + Weights::place(g + i)] = (int16_t)rounded[i];
+            for (int i = 0; i < GROUP; i += 32) {
+                int32_t total = 0;
+                for (int j = 0; j < 32; j++) total += rounded[i + j];
+                in.sums[(at * SPAN + g + i) / 32] = total * scale;
+            }
         }
     }
 }
@@ -160,7 +167,7 @@ inline void gather(const Weights& w, const Input& in, i64 row, i64 c0, i64 span,
             Int products = {};
             for (int i = 0; i < Weights::PARTS; i++)
                 products = multiply(products, weights[i], load_whole(in.q + at * Weights::SPAN + i * (Weights::SPAN / Weights::PARTS)));
-            sums[c][r] = add(sums[c][r], products, times(scale, in.scales[at]));
+            sums[c][r] = add(sums[c][r], products, _mm256_mul_ps(scale, Weights::of_inputs(in.scales + at * Weights::SCALES)));
         }
     }
 }
@@ -187,7 +194,7 @@ inline void dots(const Weights& w, const Input& in, i64 row, i64 c0, float resul
                 for (int i = 0; i < Weights::SPAN; i += 32) {
                     int32_t products = 0;
                     for (int j = i; j < i + 32; j++) products += weights[j] * in.q[at * Weights::SPAN + j];
-                    results[c][r] = fma(products * scale[i / 32], in.scales[at], results[c][r]);
+                    results[c][r] = fma(products * scale[i / 32], in.scales[at * Weights::SCALES + i * Weights::SCALES / Weights::SPAN], results[c][r]);
                 }
             }
         }
