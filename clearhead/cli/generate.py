@@ -280,7 +280,7 @@ class TextWriter:
     def _default_limit(self, n_prompt: int) -> int:
         """How many tokens to write if the user did not say: what fits after the prompt, or after half of a prompt that is cut."""
         longest = min(self.model.config.max_len, self.model.generation.max_length or self.model.config.max_len)
-        room = longest - n_prompt
+        room = longest - max(1, n_prompt)  # an empty prompt becomes the model's bos
         if room < 1 and self.options["truncate"] is not None:
             room = longest // 2
         return max(1, min(DEFAULT_LIMIT, room))

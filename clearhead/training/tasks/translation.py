@@ -34,7 +34,6 @@ class Translate(Task):
     def __init__(self, corpus: Corpus) -> None:
         super().__init__(corpus.recipe)
         d, t = self.recipe.data, self.recipe.train
-        corpus.need("source", *([] if d.columns else ["target"]))
         self.columns = (d.columns[0], d.columns[1]) if len(d.columns) == 2 else ("source", "target")
         self.tokenizer = self.words = self._tokenizer(corpus)
         self.start = start_token(self.words)
