@@ -276,6 +276,20 @@ def test_scores_and_alternatives(tmp_path: Path) -> None:
     assert total.startswith(f"4 tokens: log-probability {score:.4f}, perplexity {math.exp(-score / 4):.4f}")
 
 
+def test_generate_as_json(tmp_path: Path) -> None:
+    make(tmp_path, "gpt2")
+    options = ("the cat", "-n", "5", "--temperature", "0")
+    plain = run("generate", str(tmp_path), *options)
+    written = json.loads(run("generate", str(tmp_path), *options, "--json"))
+    assert written == {"text": plain.removeprefix("the cat").removesuffix("\n")}
+    scored = json.loads(run("generate", str(tmp_path), *options, "--json", "--alternatives", "2"))
+    assert scored["text"] == written["text"]
+    assert len(scored["tokens"]) == 5
+    assert all(token["log"] == token["alternatives"][0]["log"] for token in scored["tokens"]), "greedy takes the first"
+    with pytest.raises(InputError, match="--json prints one object, and --chat answers line by line"):
+        run("generate", str(tmp_path), "--chat", "--json")
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantised_weights(tmp_path: Path, kind: str) -> None:
     quantized = pytest.importorskip("clearhead.quantization.integer")
