@@ -73,7 +73,10 @@ class Display(Callbacks):
         self.steps = self.bars.add_task("training", total=steps, completed=step, text="")
 
     def step(self, row: Row) -> None:
-        text = f"loss {row['loss']:.4f}, {row['tokens_per_second']:,.0f} tokens/s, {row['utilisation']:.0%} of the machine's peak"
+        share = row["utilisation"]
+        # The peak is measured once, at the start: where other programs ran then and have ended, a share of it means nothing.
+        spelled = f", {share:.0%} of the machine's peak" if share <= 1 else ""
+        text = f"loss {row['loss']:.4f}, {row['tokens_per_second']:,.0f} tokens/s{spelled}"
         if self.bars.disable:
             self.say(f"step {row['step']:,}: {text}, {row['seconds']:.0f} s")
         else:
