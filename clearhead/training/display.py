@@ -66,7 +66,10 @@ class Display(Callbacks):
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
         for name, value in summary.items():
             table.add_row(Text(name, style="bold"), Text(value))
-        self.console.print(table, soft_wrap=True)
+            if not self.console.is_terminal:  # a line each, as long as it is: a pipe has no width to break it at
+                self.say(f"{name:<{max(map(len, summary))}}  {value}")
+        if self.console.is_terminal:
+            self.console.print(table, soft_wrap=True)
         if step:
             self.say(f"going on from step {step:,}", "bold")
         self.console.print()

@@ -41,6 +41,12 @@ def test_no_share_above_the_whole(share: float, said: str) -> None:
     assert written.getvalue() == f"step 3: loss 2.0000, 700 tokens/s{said}\n"
 
 
+def test_a_pipe_breaks_no_line_of_the_summary() -> None:
+    written, value = io.StringIO(), "about 51 min, 3 min of it for evaluations; 0.15 GB of memory (11.5 GB free)"
+    Display(Console(file=written, width=40)).begin({"device": "cpu", "forecast": value}, 0, 5)
+    assert written.getvalue() == f"device    cpu\nforecast  {value}\n\n"
+
+
 def test_a_summary(tmp_path: Path):
     task = language(tmp_path, steps=1234, checkpoint_every=17)
     model = model_for(task)
