@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from clearhead.checkpoint.weight_files import FileRange, MappedWeights
-from clearhead.errors import CheckpointError, MissingExtraError
+from clearhead.errors import CheckpointError
 
 MAGIC = b"GGUF"
 # The header is the metadata and the list of tensors; a tokenizer of 262,144 tokens with merges takes 20 MB of it.
@@ -37,12 +37,8 @@ class GgufWeights(MappedWeights):
         super().__init__()
         self.path = path
         self.packed: dict[str, Any] = {}  # name -> its quantisation
-        try:
-            from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-        except ImportError:
-            raise MissingExtraError(
-                f"{path} is a GGUF file, and the package that reads its numbers is missing; pip install 'clearhead[gguf]'"
-            ) from None
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
         try:
             self.metadata, entries, start = read_header(path)
             for name, (shape, number, offset) in entries.items():

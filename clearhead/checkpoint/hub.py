@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from clearhead.errors import CheckpointError
+from clearhead.families import presets
 
 PREFIX = "hf:"
 
@@ -14,6 +15,10 @@ def download(name: str) -> Path:
     """The local folder of the model "hf:owner/name", downloaded if it is not cached yet. Without hf: it was meant to be a path."""
     repository = name.removeprefix(PREFIX)
     is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", repository) is not None
+    if name in presets():
+        raise CheckpointError(
+            f"{name!r} is a preset, sizes without weights; train a model, or give a folder, a file, or a hub name: 'hf:owner/model'"
+        )
     if not name.startswith(PREFIX):
         ask = f"; the hub is asked for {PREFIX + name!r}" if is_name else ""
         raise CheckpointError(

@@ -106,7 +106,7 @@ def sweep_translations(model: Model, tokenizer: Tokenizer, given: AblationInput)
         assert isinstance(model, EncoderDecoder)
         scores = score([tokenizer.decode(ids) for ids in translate(model, sources, beams=1)], references)
         if "bleu" not in scores:
-            raise MissingExtraError("--bleu needs sacrebleu, which is missing; pip install sacrebleu")
+            raise MissingExtraError("--bleu needs sacrebleu, which is missing; pip install 'clearhead[eval]'")
         return {name: scores[name] for name in ("bleu", "chrf")}
 
     n_heads = sum(map(n_heads_of, attentions_of(model, given.heads).values()))

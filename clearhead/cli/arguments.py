@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from clearhead.errors import InputError, did_you_mean
+from clearhead.errors import CheckpointError, InputError, did_you_mean
 
 if TYPE_CHECKING:
     from clearhead.data import Tokenizer
@@ -118,7 +118,13 @@ def load_tokenizer_of(model_path: Path) -> Tokenizer:
     from clearhead.data import load_tokenizer
 
     holds_it = model_path.is_dir() or model_path.suffix == ".gguf"
-    return load_tokenizer(model_path if holds_it else model_path.parent)
+    try:
+        return load_tokenizer(model_path if holds_it else model_path.parent)
+    except CheckpointError:
+        from clearhead.checkpoint.loading import open_checkpoint
+
+        open_checkpoint(model_path)  # what is no model at all is said to be that
+        raise
 
 
 def check_output(option: str, file: Path | None) -> None:

@@ -75,14 +75,12 @@ def run(
     """Say what a model takes: parameters, operations, memory and time, part by part."""
     from clearhead.cli import cost_tables as tables
 
-    if as_json and (geometry or plot is not None):
-        raise InputError(
-            f"--json is for tables of numbers; {'--geometry' if geometry else '--plot'} has none; leave one out"
-        )
+    if as_json and plot is not None:
+        raise InputError("--json is for tables of numbers; --plot has none; leave one out")
     if geometry:
         from clearhead.cli.geometry_tables import show_geometry
 
-        show_geometry(model, None if model is None else find_config(model, read_changes(change)))
+        show_geometry(model, None if model is None else find_config(model, read_changes(change)), as_json=as_json)
         return
     if model is None:
         raise InputError("clearhead cost needs a model, such as gpt2; clearhead presets lists them")

@@ -29,7 +29,7 @@ def plot_over_length(file: Path, case: Case, device: DeviceSpec, *, measured: bo
     try:
         import matplotlib as mpl
     except ImportError:
-        raise MissingExtraError("--plot needs matplotlib; pip install 'clearhead[plot]'") from None
+        raise MissingExtraError("--plot needs matplotlib, which is missing; pip install 'clearhead[plot]'") from None
     if file.suffix not in (".png", ".svg", ".pdf"):
         raise InputError(f"--plot {str(file)!r} has no ending that says its kind; give a .png, .svg or .pdf")
     check_output("--plot", file)

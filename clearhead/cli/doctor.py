@@ -59,7 +59,7 @@ def run(
     with Console(stderr=True).status("measuring this machine"):
         findings = {
             "machine": machine(),
-            "speed": speeds(),
+            "speed": [*busy(), *speeds()],
             "kernels": [cpu_kernels(), gpu_kernels(), compiler()],
             "extras": extras(),
         }
@@ -111,6 +111,17 @@ def spell_gpus() -> str:
         cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         return ", ".join(f"{card.name}, {card.total_memory / 1e9:.0f} GB" for card in cards)
     return "Apple's (mps)" if torch.backends.mps.is_available() else "none that torch can use"
+
+
+def busy() -> list[Finding]:
+    """Whether other programs take the cores: the speeds below it are then not the machine's."""
+    if not hasattr(os, "getloadavg"):  # Windows
+        return []
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load < cores / 2:
+        return []
+    remedy = "the speeds below are lower than this machine's; run clearhead doctor again when it is idle"
+    return [Finding("load", f"{load:.1f} on {cores} cores: other programs are running", remedy)]
 
 
 def speeds() -> list[Finding]:

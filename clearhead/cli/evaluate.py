@@ -56,6 +56,8 @@ def run(
     device: Device = "auto",
 ) -> None:
     """Measure a model: perplexity and bits per byte of texts, BLEU and chrF of translations, accuracy of labels."""
+    from rich.console import Console
+
     from clearhead.checkpoint.loading import open_checkpoint
     from clearhead.training.display import Display
     from clearhead.training.evaluation import evaluate_checkpoint
@@ -74,7 +76,8 @@ def run(
     recipe = evaluation_recipe(path, config, task, length=length, beams=beams or 4, device=find_device(device))
     recipe = recipe.with_files(files=files or [], source=source or [], target=target or []).with_set(set_ or [])
     change = quantizer(quantize, read_calibration(calibrate, path)) if quantize else None
-    with Display() as display:
+    # Notes on the data go where the progress goes: standard output holds the result alone.
+    with Display(Console(stderr=True, highlight=False)) as display:
         row = evaluate_checkpoint(recipe, display)
         quantized = only_floats(evaluate_checkpoint(recipe, display, change)) if change else None
     metrics = only_floats(row)

@@ -55,4 +55,6 @@ EXAMPLES = {
 
 def help_of(command: str, text: str | None) -> str:
     """A command's description, and its examples below; the \\b keeps their lines apart."""
-    return "\n".join((inspect.cleandoc(text or ""), "", "\b", *EXAMPLES[command]))
+    return "\n".join(
+        (inspect.cleandoc(text or ""), "", "\b", "Examples:", *(f"  {line}" for line in EXAMPLES[command]))
+    )

@@ -113,7 +113,7 @@ def serve_page(path: Path, name: str, text: str, target: str | None, device: str
         from clearhead.serving.server import run_app
     except ImportError as error:
         raise MissingExtraError(
-            f"the page needs {error.name}; install clearhead[serve], or write it with --export"
+            f"the page needs {error.name}, which is missing; pip install 'clearhead[serve]', or write it with --export"
         ) from None
 
     check_port("127.0.0.1", port)

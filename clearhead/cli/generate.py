@@ -97,6 +97,9 @@ def run(
     alternatives: Annotated[
         int, typer.Option(min=0, max=100, help="The same, with this many of the likeliest tokens.")
     ] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object: the new text, and with --scores its tokens.")
+    ] = False,
     quantize: Quantize = None,
     calibrate: Calibrate = None,
     device: Device = "auto",
@@ -104,6 +107,8 @@ def run(
     """Continue a prompt; the text is shown while it is generated."""
     if chat and prompt != "-":
         raise InputError(f"--chat asks for your lines one by one; got the prompt {prompt!r:.40}; leave one of them out")
+    if chat and as_json:
+        raise InputError("--json prints one object, and --chat answers line by line; leave one of them out")
     if system is not None and not chat:
         raise InputError(f"--system {system!r:.40} is of a conversation, and this is none; add --chat, or leave it out")
     if slide:
@@ -118,14 +123,14 @@ def run(
     options |= dict(scored=scores or alternatives > 0, alternatives=alternatives)
     constraints = dict(regex=regex, json_schema=schema, choices=choice)
     writer = make_writer(model, find_device(device), (quantize, calibrate), options, stop or [], constraints)
+    writer.as_json = as_json
     if draft is not None:
         writer.options["draft"] = load_draft(draft, writer.tokenizer, find_device(device))
     if chat:
         run_chat(writer, system)
-    elif slide:
-        writer.write_sliding(writer.tokenizer.encode(text), shown="" if writer.scored else text)
     else:
-        writer.write(writer.tokenizer.encode(text), shown="" if writer.scored else text)
+        write = writer.write_sliding if slide else writer.write
+        write(writer.tokenizer.encode(text), shown="" if writer.scored or as_json else text)
 
 
 def refuse_beside_slide(**others: Any) -> None:
@@ -195,7 +200,9 @@ def read_schema(given: str) -> str:
 
 
 class TextWriter:
-    """Generates texts with the same options, and prints each to standard output while it is generated."""
+    """Generates texts with the same options, and prints each to standard output while it is generated; as JSON at its end."""
+
+    as_json = False
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, options: dict[str, Any], grammar: Grammar | None) -> None:
         self.model, self.tokenizer, self.options, self.grammar = model, tokenizer, options, grammar
@@ -265,13 +272,17 @@ class TextWriter:
             for token, piece in pieces:
                 written.append(piece)
                 if not self.scored:
-                    typer.echo(piece, nl=False)
+                    typer.echo(piece if not self.as_json else "", nl=False)
                 elif token is not None:
-                    self._print_token(token, is_first=not tokens)
+                    if not self.as_json:
+                        self._print_token(token, is_first=not tokens)
                     tokens.append(token)
                 sys.stdout.flush()
         finally:  # end the line, however the text ended
-            if not self.scored:
+            if self.as_json:
+                scored = {"tokens": [as_dict(token, self.tokenizer) for token in tokens]} if self.scored else {}
+                typer.echo(json.dumps({"text": "".join(written), **scored}, indent=2))
+            elif not self.scored:
                 typer.echo()
             elif tokens:
                 typer.echo(spell_total(tokens))
@@ -280,7 +291,7 @@ class TextWriter:
     def _default_limit(self, n_prompt: int) -> int:
         """How many tokens to write if the user did not say: what fits after the prompt, or after half of a prompt that is cut."""
         longest = min(self.model.config.max_len, self.model.generation.max_length or self.model.config.max_len)
-        room = longest - n_prompt
+        room = longest - max(1, n_prompt)  # an empty prompt becomes the model's bos
         if room < 1 and self.options["truncate"] is not None:
             room = longest // 2
         return max(1, min(DEFAULT_LIMIT, room))
@@ -308,6 +319,12 @@ def spell_token(token: Token, tokenizer: Tokenizer) -> str:
     line = f"{tokenizer.name(token.id)!r:<20} {math.exp(token.score):>11.2%} {token.score:>9.4f}"
     others = (f"{tokenizer.name(id)!r} {math.exp(score):.1%}" for id, score in token.alternatives if id != token.id)
     return "   ".join([line, *others])
+
+
+def as_dict(token: Token, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What `spell_token` shows, for JSON."""
+    others = [{"token": tokenizer.name(id), "id": id, "log": score} for id, score in token.alternatives]
+    return {"token": tokenizer.name(token.id), "id": token.id, "log": token.score, "alternatives": others}
 
 
 def spell_total(tokens: list[Token]) -> str:

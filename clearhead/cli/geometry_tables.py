@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import typer
 
 from clearhead.cli.console import plain_table, wide_console
 from clearhead.config import Config
@@ -16,11 +20,17 @@ if TYPE_CHECKING:
     from clearhead.costs.geometry import Angles
 
 
-def show_geometry(name: str | None, config: Config | None) -> None:
+def show_geometry(name: str | None, config: Config | None, *, as_json: bool) -> None:
     """The bounds on the number of directions; then a sample of random directions, or a model's embeddings."""
+    sizes = (128, 768, 12288) if config is None else (config.d_model,)
+    if as_json:
+        angles = None if config is None or name is None else find_angles(name, config)
+        found = {"bounds": list(bounds(sizes)), "angles": None if angles is None else asdict(angles)}
+        typer.echo(json.dumps(found, indent=2))
+        return
     console = wide_console()
     console.print("how many directions fit in n dimensions, all pairs within so many degrees of a right angle\n")
-    console.print(bounds_table((128, 768, 12288) if config is None else (config.d_model,)))
+    console.print(bounds_table(sizes))
     console.print(
         "\nFrom below: union, greedy, structured, optimised; the truth lies between their best and the upper bound.\n"
         "The popular formula, 2^((n/2)(1 - ln(1/sin a))), is wrong: it is above what is proven impossible.",
@@ -31,19 +41,32 @@ def show_geometry(name: str | None, config: Config | None) -> None:
         show_embeddings(name, config)
 
 
-def bounds_table(sizes: Iterable[int]) -> Table:
+def bounds(sizes: Iterable[int]) -> Iterable[dict[str, Any]]:
+    """How many directions fit: a row for each number of dimensions, and of degrees that a pair may be off a right angle."""
     from clearhead.costs import geometry as g
 
-    table = plain_table("n", "off 90°", "union", "greedy", "structured", "optimised", "upper bound", "popular formula")
     for n in sizes:
         for degrees in (1, 2, 5):
             eps = math.sin(math.radians(degrees))
-            bounds = (g.union_bound(n, eps), g.greedy_bound(n, eps), g.structured_bound(n, eps))
-            packed = g.PACKED.get((n, degrees))
-            popular = g.popular_formula(n, 90.0 - degrees) * math.log10(2)
-            cells = [*map(_spell, bounds), f"{packed:,}" if packed else "", _spell(g.upper_bound(n, eps))]
-            table.add_row(f"{n:,}", f"{degrees}°", *cells, f"1e{popular:,.0f}")
-        table.add_section()
+            yield dict(
+                n=n,
+                degrees=degrees,
+                union=g.union_bound(n, eps),
+                greedy=g.greedy_bound(n, eps),
+                structured=g.structured_bound(n, eps),
+                optimised=g.PACKED.get((n, degrees)),
+                upper_bound=g.upper_bound(n, eps),
+                popular_formula_log10=g.popular_formula(n, 90.0 - degrees) * math.log10(2),
+            )
+
+
+def bounds_table(sizes: Iterable[int]) -> Table:
+    table = plain_table("n", "off 90°", "union", "greedy", "structured", "optimised", "upper bound", "popular formula")
+    for row in bounds(sizes):
+        cells = [_spell(row[name]) for name in ("union", "greedy", "structured")]
+        cells += [f"{row['optimised']:,}" if row["optimised"] else "", _spell(row["upper_bound"])]
+        popular = f"1e{row['popular_formula_log10']:,.0f}"
+        table.add_row(f"{row['n']:,}", f"{row['degrees']}°", *cells, popular, end_section=row["degrees"] == 5)
     return table
 
 
@@ -68,10 +91,18 @@ def show_embeddings(name: str, config: Config) -> None:
             f"{name}: {config.vocab_size:,} tokens in {config.d_model:,} dimensions must contain a pair at least "
             f"{_off(least)} off 90°.",
         )
-    if Path(name).exists() and config.inputs == "tokens":
-        from clearhead.checkpoint import load
+    if (angles := find_angles(name, config)) is not None:
+        show_angles(angles)
 
-        show_angles(g.embedding_angles(load(Path(name)).get_parameter("tokens.weight")))
+
+def find_angles(name: str, config: Config) -> Angles | None:
+    """The angles of a model's embeddings; None where there are no weights, or no tokens."""
+    if not Path(name).exists() or config.inputs != "tokens":
+        return None
+    from clearhead.checkpoint import load
+    from clearhead.costs.geometry import embedding_angles
+
+    return embedding_angles(load(Path(name)).get_parameter("tokens.weight"))
 
 
 def show_angles(angles: Angles) -> None:

@@ -74,7 +74,9 @@ def run(
         from clearhead.serving.front_ends import check_front_ends, default_front_ends
         from clearhead.serving.guards import LOCAL, Limits
     except ImportError as error:
-        raise MissingExtraError(f"serving needs {error.name}; install clearhead[serve]") from None
+        raise MissingExtraError(
+            f"serving needs {error.name}, which is missing; pip install 'clearhead[serve]'"
+        ) from None
     api_keys, is_local = read_keys(keys), host in LOCAL
     check_access(host, is_local, api_keys)
     check_port(host, port)

@@ -78,6 +78,8 @@ def run(
     recipe = recipe.with_set(settings)
     notes = []
     if resume is None:
+        if not show_recipe:
+            check_start(recipe, out)
         given = {setting.partition("=")[0].strip() for setting in settings}
         recipe, notes = adapt(recipe, given, minutes, is_own=bool(what and what[0].endswith(".toml")))
     if show_recipe:
@@ -85,6 +87,16 @@ def run(
         return
     result = train_and_show(recipe, out, resume=resume is not None, notes=notes)
     show_next(result)
+
+
+def check_start(recipe: Recipe, out: Path | None) -> None:
+    """Refuse a run without data, or in a folder that is taken, before the machine is measured for it."""
+    from clearhead.training.recipe_checks import check_has_files
+    from clearhead.training.run_folder import check_folder
+
+    check_has_files(recipe)
+    if out is not None:
+        check_folder(out, resume=False)
 
 
 def adapt(recipe: Recipe, given: set[str], minutes: float | None, *, is_own: bool) -> tuple[Recipe, list[str]]:

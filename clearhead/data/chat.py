@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from clearhead.data.isolated_process import HandlerError, IsolatedError, IsolatedProcesses
-from clearhead.errors import InputError, MissingExtraError
+from clearhead.errors import InputError
 
 SECONDS, MEGABYTES = 10.0, 256  # for one prompt; the usual ones take a millisecond
 
@@ -33,8 +32,6 @@ def render_chat(template: str | None, messages: Sequence[Mapping[str, Any]], var
                 f"message {index} is {message!r}, without a role and a content; "
                 'write each as {"role": "user", "content": "..."}'
             )
-    if find_spec("jinja2") is None:
-        raise MissingExtraError("chat templates need jinja2, which is missing; pip install clearhead[chat]")
     request = {"template": template, "messages": [dict(message) for message in messages], "variables": dict(variables)}
     try:
         return _processes().call(request)

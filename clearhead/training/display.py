@@ -64,10 +64,14 @@ class Display(Callbacks):
         return move
 
     def begin(self, summary: dict[str, str], step: int, steps: int) -> None:
-        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-        for name, value in summary.items():
-            table.add_row(Text(name, style="bold"), Text(value))
-        self.console.print(table, soft_wrap=True)
+        if self.console.is_terminal:
+            table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+            for name, value in summary.items():
+                table.add_row(Text(name, style="bold"), Text(value))
+            self.console.print(table, soft_wrap=True)
+        else:  # a line each, as long as it is: a pipe has no width to break it at
+            for name, value in summary.items():
+                self.say(f"{name:<{max(map(len, summary))}}  {value}")
         self.began = step
         if step:
             self.say(f"going on from step {step:,}", "bold")
@@ -75,7 +79,10 @@ class Display(Callbacks):
         self.steps = self.bars.add_task("training", total=steps, completed=step, text="")
 
     def step(self, row: Row) -> None:
-        text = f"loss {row['loss']:.4f}, {row['tokens_per_second']:,.0f} tokens/s, {row['utilisation']:.0%} of the machine's peak"
+        share = row["utilisation"]
+        # The peak is measured once, at the start: where other programs ran then and have ended, a share of it means nothing.
+        spelled = f", {share:.0%} of the machine's peak" if share <= 1 else ""
+        text = f"loss {row['loss']:.4f}, {row['tokens_per_second']:,.0f} tokens/s{spelled}"
         if self.bars.disable:
             self.say(f"step {row['step']:,}: {text}, {row['seconds']:.0f} s")
         else:

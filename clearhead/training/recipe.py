@@ -129,6 +129,8 @@ def find_recipe(name: str) -> Recipe:
     shipped = sorted(path.stem for path in SHIPPED.glob("*.toml"))
     path = SHIPPED / f"{name}.toml" if name in shipped else Path(name)
     if path.suffix != ".toml":
+        if path.exists():
+            raise ConfigError(f"{name!r} is no task; name the task before the data: clearhead train language {name}")
         raise ConfigError(f"there is no recipe {name!r}; {did_you_mean(name, shipped)}, or name a .toml file")
     try:
         text = path.read_text(encoding="utf-8")

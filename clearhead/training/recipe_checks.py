@@ -11,6 +11,9 @@ from clearhead.families import preset, presets
 if TYPE_CHECKING:
     from clearhead.training.recipe import Recipe
 
+# The tasks that can learn from each embedded data set.
+EMBEDDED = {"dates": ("translate",), "code": ("language", "mask"), "digits": ("classify",)}
+
 
 def check_values(recipe: Recipe) -> None:
     """Refuse numbers out of their range."""
@@ -91,6 +94,21 @@ def check_files(recipe: Recipe) -> None:
             f"held-out targets have no sources; got data.valid_target={', '.join(data.valid_target):.80}; name "
             f"data.valid_source (--valid-source) too"
         )
+
+
+def check_has_files(recipe: Recipe) -> None:
+    """Refuse a recipe without data to learn from."""
+    data = recipe.data
+    if recipe.task in EMBEDDED.get(data.embedded, ()):
+        return
+    needed = ("source", *(() if data.columns else ("target",))) if recipe.task == "translate" else ("files",)
+    for name in needed:
+        if not getattr(data, name):
+            flag = "files" if name == "files" else f"--{name}"
+            raise ConfigError(
+                f"the task {recipe.task!r} learns from data.{name}, and there is none; name {flag} on the command line, or set it "
+                f"in the recipe"
+            )
 
 
 def _spell_flag(name: str) -> str:

@@ -109,8 +109,8 @@ def next_folder(task: str, under: Path = Path("runs")) -> Path:
     return under / f"{task}-{max((int(name) for name in taken if name.isdecimal()), default=0) + 1}"
 
 
-def open_folder(path: Path, recipe: Recipe, *, resume: bool, device: torch.device) -> None:
-    """Make the folder, or check that it holds this run. Called before any work that could be lost."""
+def check_folder(path: Path, *, resume: bool) -> None:
+    """Refuse a folder that holds anything but this run."""
     file = path / "recipe.toml"
     if path.exists() and not path.is_dir():
         raise InputError(f"{path} is a file; choose another folder with out=FOLDER")
@@ -121,13 +121,18 @@ def open_folder(path: Path, recipe: Recipe, *, resume: bool, device: torch.devic
     # Hidden files are left by a kill before the recipe was written.
     if path.exists() and not file.exists() and any(not each.name.startswith(".") for each in path.iterdir()):
         raise InputError(f"{path} is not empty and holds no run; choose another folder with out=FOLDER")
+
+
+def open_folder(path: Path, recipe: Recipe, *, resume: bool, device: torch.device) -> None:
+    """Make the folder, or check that it holds this run. Called before any work that could be lost."""
+    check_folder(path, resume=resume)
     try:
         path.mkdir(parents=True, exist_ok=True)
         clear_leftovers(path)
         if not resume:  # a run that failed before its first step may have left these
             for name in ("tokenizer.json", "tokenizer_config.json"):
                 (path / name).unlink(missing_ok=True)
-        write_text(file, recipe.to_toml())
+        write_text(path / "recipe.toml", recipe.to_toml())
         (path / "checkpoints").mkdir(exist_ok=True)
         write_text(path / "environment.json", json.dumps(environment(device), indent=2) + "\n")
     except OSError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import struct
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -204,13 +203,6 @@ def test_refusals(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", tensors_of(theirs), metadata_of(theirs), architecture="lama")
     assert "did you mean 'llama'?" in refusal(path)
     assert load(saved(theirs, tmp_path, **{"llama.expert_count": 0, "llama.vocab_size": 53})) is not None
-
-
-def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = saved(llama(), tmp_path)
-    monkeypatch.setitem(sys.modules, "gguf.constants", None)
-    with pytest.raises(ch.MissingExtraError, match=r"pip install 'clearhead\[gguf\]'"):
-        load(path)
 
 
 FALSE_NUMBERS = {

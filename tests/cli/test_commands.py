@@ -19,6 +19,11 @@ from clearhead.cli import app, examples
 from clearhead.cli.command_list import SUMMARIES, load_command
 from clearhead.families import FAMILIES
 
+try:
+    import tomllib
+except ImportError:
+    import tomli as tomllib
+
 pytestmark = pytest.mark.usefixtures("unchecked")  # typer passes None to an option with a callback
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -169,7 +174,20 @@ def test_every_command_has_examples() -> None:
     assert set(examples.EXAMPLES) == set(SUMMARIES)
     for name, lines in examples.EXAMPLES.items():
         shown = CliRunner().invoke(app, [name, "--help"]).output
+        assert "Examples:" in shown
         assert all(line in shown for line in lines), shown
+
+
+def test_every_extra_in_a_message_can_be_installed() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        declared = set(tomllib.load(file)["project"]["optional-dependencies"])
+    named = {
+        (path.name, extra)
+        for path in (ROOT / "clearhead").rglob("*.py")
+        for extra in re.findall(r"install '?clearhead\[(\w+)\]", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 10
+    assert not {(name, extra) for name, extra in named if extra not in declared}
 
 
 def test_the_list_of_commands_is_that_of_the_files() -> None:

@@ -78,7 +78,6 @@ def test_every_table_of_numbers_is_json_too() -> None:
     rows = json.loads(output("gpt2", *TINY, "--measure", "--length", "32", "--json"))
     assert {"flops", "weight_bytes", "seconds"} <= {row["what"] for row in rows}
     assert all(row["measured"] > 0 for row in rows)
-    assert "--geometry has none" in refused("--geometry", "--json")
     assert "--plot has none" in refused("gpt2", "--plot", "x.png", "--json")
 
 
@@ -134,12 +133,18 @@ def test_a_models_folder_and_a_config(tmp_path: Path) -> None:
     angles = " ".join(output("--geometry", str(tmp_path / "model")).split())  # a long path changes the line breaks
     assert "307 rows: mean angle" in angles
     assert "307 tokens in 64 dimensions must contain a pair" in angles
+    found = json.loads(output("--geometry", str(tmp_path / "model"), "--json"))
+    assert [row["n"] for row in found["bounds"]] == [64, 64, 64]
+    assert (found["angles"]["count"], sum(found["angles"]["histogram"])) == (307, 307 * 306 // 2)
 
 
 def test_geometry() -> None:
     text = output("--geometry")
     assert "768 2° 1.3 3.0 768 1,536 11,874" in text
     assert "is wrong: it is above what is proven impossible" in text
+    rows = {(row["n"], row["degrees"]): row for row in json.loads(output("--geometry", "--json"))["bounds"]}
+    assert len(rows) == 9
+    assert (rows[768, 2]["structured"], rows[768, 2]["optimised"]) == (768, 1536)
     assert "2,000 random directions" in text
     assert "50,257 tokens in 768 dimensions must contain a pair at least 2.05° off 90°" in output("--geometry", "gpt2")
 

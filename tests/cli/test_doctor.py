@@ -62,6 +62,18 @@ def test_what_is_missing_comes_with_its_command(monkeypatch: pytest.MonkeyPatch)
     assert found["plot"].remedy is None
 
 
+def test_a_busy_machine_is_said_to_be_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (1.9, 0.0, 0.0), raising=False)
+    assert doctor.busy() == []
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (9.5, 0.0, 0.0), raising=False)
+    (found,) = doctor.busy()
+    assert found.found == "9.5 on 4 cores: other programs are running"
+    assert "run clearhead doctor again when it is idle" in (found.remedy or "")
+    monkeypatch.delattr(doctor.os, "getloadavg")  # Windows
+    assert doctor.busy() == []
+
+
 def test_decoding_is_compared_with_the_memory(findings: dict[str, dict[str, dict[str, Any]]]) -> None:
     if native.is_there():
         assert re.search(r"one row, \d+% of the memory's speed$", findings["speed"]["decoding"]["found"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def make(folder: Path, preset: str, **fields: Any) -> tuple[Any, Any]:
 def measure(*words: object) -> dict[str, Any]:
     found = CliRunner().invoke(app, ["evaluate", *map(str, words), "--json"], catch_exceptions=False)
     assert found.exit_code == 0, found.output
-    return json.loads(found.output.splitlines()[-1])
+    return json.loads(found.stdout)
 
 
 def test_perplexity_of_a_text(tmp_path: Path) -> None:
@@ -99,6 +100,19 @@ def test_bleu_of_translations(tmp_path: Path) -> None:
     row = measure(tmp_path / "m", "--source", tmp_path / "a", "--target", tmp_path / "b", "--beams", 3)
     assert row["bleu"] == pytest.approx(sacrebleu.corpus_bleu(outputs, [targets]).score)
     assert row["chrf"] == pytest.approx(sacrebleu.corpus_chrf(outputs, [targets]).score)
+
+
+def test_standard_output_holds_the_result_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropped lines, and scores that need a package, are said on standard error."""
+    make(tmp_path / "m", "transformer-base")
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)  # not installed
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("the cat\n\ndogs ran\n")
+    words = ("--source", str(tmp_path / "a"), "--target", str(tmp_path / "b"), "--json")
+    ran = CliRunner().invoke(app, ["evaluate", str(tmp_path / "m"), *words], catch_exceptions=False)
+    assert "bleu" not in json.loads(ran.stdout)
+    assert "1 of 3 pairs dropped: empty" in ran.stderr
+    assert "BLEU and chrF are not measured: sacrebleu is missing; pip install 'clearhead[eval]'" in ran.stderr
 
 
 def test_accuracy_of_labels_in_the_models_own_order(tmp_path: Path) -> None:

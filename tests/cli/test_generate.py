@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import clearhead as ch
 from clearhead.cli import app, main
-from clearhead.errors import InputError
+from clearhead.errors import CheckpointError, InputError
 from clearhead.generation import Engine
 
 TEXTS = ["the cat sat on the mat", "one two three four", "a dog ran"] * 3
@@ -293,6 +293,20 @@ def test_scores_and_alternatives(tmp_path: Path) -> None:
     assert total.startswith(f"4 tokens: log-probability {score:.4f}, perplexity {math.exp(-score / 4):.4f}")
 
 
+def test_generate_as_json(tmp_path: Path) -> None:
+    make(tmp_path, "gpt2")
+    options = ("the cat", "-n", "5", "--temperature", "0")
+    plain = run("generate", str(tmp_path), *options)
+    written = json.loads(run("generate", str(tmp_path), *options, "--json"))
+    assert written == {"text": plain.removeprefix("the cat").removesuffix("\n")}
+    scored = json.loads(run("generate", str(tmp_path), *options, "--json", "--alternatives", "2"))
+    assert scored["text"] == written["text"]
+    assert len(scored["tokens"]) == 5
+    assert all(token["log"] == token["alternatives"][0]["log"] for token in scored["tokens"]), "greedy takes the first"
+    with pytest.raises(InputError, match="--json prints one object, and --chat answers line by line"):
+        run("generate", str(tmp_path), "--chat", "--json")
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantised_weights(tmp_path: Path, kind: str) -> None:
     quantized = pytest.importorskip("clearhead.quantization.integer")
@@ -438,6 +452,30 @@ def test_a_sentence_is_no_file(tmp_path: Path) -> None:
         InputError, match=r"'A man walks.' can not be read .*give a text through a pipe: echo 'TEXT' \|"
     ):
         run("translate", str(tmp_path), "A man walks.")
+
+
+def test_an_empty_prompt_leaves_room_for_bos(tmp_path: Path) -> None:
+    model, _ = make(tmp_path, "gpt2")
+    assert f"ended after {model.config.max_len - 1} tokens" in run("generate", str(tmp_path), "")
+
+
+def test_what_is_no_model_is_said_to_be_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokenizer is looked for first, but what is missing is the model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("words")
+    with pytest.raises(CheckpointError, match=r"empty is no folder with a config\.json"):
+        run("generate", "empty", "the")
+    with pytest.raises(CheckpointError, match=r"notes\.txt is no file of weights that is known"):
+        run("generate", "notes.txt", "the")
+    with pytest.raises(
+        CheckpointError, match="'gpt2' is a preset, sizes without weights; train a model, or give a folder"
+    ):
+        run("generate", "gpt2", "the")
+    make(tmp_path, "gpt2")
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="no tokenizer is known by these names"):
+        run("generate", str(tmp_path), "the")
 
 
 def test_a_mistyped_path_does_not_go_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

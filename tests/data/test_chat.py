@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from clearhead.data import chat as chat_module
 from clearhead.data import load_tokenizer, train_tokenizer
 from clearhead.data.isolated_process import IsolatedProcesses
-from clearhead.errors import InputError, MissingExtraError
+from clearhead.errors import InputError
 
 TEMPLATE_HANDLER = Path(chat_module.__file__).with_name("chat_template.py")
 TOKENIZER = train_tokenizer(kind="bytes")
@@ -138,9 +137,3 @@ def test_the_handlers_process_finds_no_module_in_the_current_folder(
     monkeypatch.chdir(tmp_path)
     processes = IsolatedProcesses(TEMPLATE_HANDLER, seconds=5.0, megabytes=64)
     assert processes.call({"template": "{{ messages }}", "messages": 7, "variables": {}}) == "7"
-
-
-def test_without_jinja(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(MissingExtraError, match=r"pip install clearhead\[chat\]"):
-        chat(CHATML)

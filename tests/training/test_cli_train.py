@@ -269,6 +269,32 @@ def test_mistakes_are_one_line(clearhead: Clearhead, tmp_path: Path, arguments: 
     assert message in ran.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["language"], "the task 'language' learns from data.files, and there is none; name files on the command line"),
+        (["translate", "--source", "a.txt"], "learns from data.target, and there is none; name --target"),
+        (
+            ["language", "a.txt", "--out", "taken"],
+            "taken is not empty and holds no run; choose another folder with --out",
+        ),
+        (["a.txt"], "'a.txt' is no task; name the task before the data: clearhead train language a.txt"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_found_before_the_machine_is_measured(
+    clearhead: Clearhead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(sizing, "measure_rate", lambda: pytest.fail("the machine was measured"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    write_text(tmp_path)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes.txt").write_text("words")
+    ran = clearhead("train", *arguments, tiny=False)
+    assert (ran.code, ran.out) == (1, "")
+    assert message in ran.err
+
+
 def test_wrong_usage_is_2(clearhead: Clearhead) -> None:
     assert clearhead("train", "--no-such-flag", tiny=False).code == 2
 

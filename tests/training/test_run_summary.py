@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from clearhead.training import meter as meters
 from clearhead.training import run_summary
+from clearhead.training.display import Display
 from clearhead.training.evaluation import evaluation_steps
 from clearhead.training.meter import Meter
 from clearhead.training.run_summary import format_seconds, summarise
@@ -27,6 +30,21 @@ def peak(monkeypatch: pytest.MonkeyPatch) -> None:
 def language(folder: Path, **train: Any) -> Any:
     data = dict(files=[write(folder / "text.txt", words(307))], length=13)
     return make(recipe_of("language", data=data, batch_tokens=7 * 13, **train), folder)
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.3, ", 30% of the machine's peak, 8 s"), (1.21, ", 8 s")])
+def test_no_share_above_the_whole(share: float, said: str) -> None:
+    """A peak that was measured while other programs ran is exceeded once they have ended."""
+    written = io.StringIO()
+    row = dict(step=3, loss=2.0, tokens_per_second=700.0, utilisation=share, seconds=8.0)
+    Display(Console(file=written, width=200)).step(row)
+    assert written.getvalue() == f"step 3: loss 2.0000, 700 tokens/s{said}\n"
+
+
+def test_a_pipe_breaks_no_line_of_the_summary() -> None:
+    written, value = io.StringIO(), "about 51 min, 3 min of it for evaluations; 0.15 GB of memory (11.5 GB free)"
+    Display(Console(file=written, width=40)).begin({"device": "cpu", "forecast": value}, 0, 5)
+    assert written.getvalue() == f"device    cpu\nforecast  {value}\n\n"
 
 
 def test_a_summary(tmp_path: Path):

@@ -124,7 +124,6 @@ class TextClasses(Classes):
 
     def __init__(self, corpus: Corpus) -> None:
         super().__init__(corpus.recipe)
-        corpus.need("files")
         d, t = self.recipe.data, self.recipe.train
         columns = (d.columns[0], d.columns[1]) if len(d.columns) == 2 else ("text", "label")
 
@@ -221,7 +220,6 @@ class PictureClasses(Classes):
             self.store = stores[0]
             self._split(stores[1])
         else:
-            corpus.need("files")
 
             def prepare(name: str, folder: str, labels: list[str] | None) -> Store:
                 return corpus.store(

@@ -14,10 +14,11 @@ from tokenizers import normalizers
 from clearhead.data import Tokenizer, load_tokenizer, train_tokenizer
 from clearhead.data.filters import Policy
 from clearhead.data.token_store import Store
-from clearhead.errors import ConfigError, InputError
+from clearhead.errors import InputError
 from clearhead.training.callbacks import Callbacks
 from clearhead.training.embedded_data import unpack
 from clearhead.training.recipe import Recipe
+from clearhead.training.recipe_checks import check_has_files
 
 KINDS = ("bpe", "unigram", "wordpiece", "bytes", "chars")
 
@@ -26,22 +27,13 @@ class Corpus:
     """The recipe, with embedded data as files, and the folder for tokenised data. `notes`: lines dropped, cut or replaced."""
 
     def __init__(self, recipe: Recipe, out: Path, show: Callbacks) -> None:
+        check_has_files(recipe)
         self.out, self.show = out, show
         self.cache = Path(recipe.data.cache) if recipe.data.cache else out.parent / "data"
         self.recipe = unpack(recipe, self.cache)
         d = self.recipe.data
         self.policy = Policy(bad_bytes=d.bad_bytes, empty=d.empty, too_long=d.too_long, unequal=d.unequal)
         self.notes: list[str] = []
-
-    def need(self, *names: str) -> None:
-        """Refuse a recipe without these fields of [data]."""
-        for name in names:
-            if not getattr(self.recipe.data, name):
-                flag = "files" if name == "files" else f"--{name.replace('_', '-')}"
-                raise ConfigError(
-                    f"the task {self.recipe.task!r} learns from data.{name}, and there is none; name {flag} on the command "
-                    f"line, or set it in the recipe"
-                )
 
     def tokenizer(self, texts: Callable[[], Iterable[str]], special: Sequence[str], *, around: bool) -> Tokenizer:
         """The checkpoint's tokenizer, one from a file, or one trained on `texts`; saved in the run's folder.

@@ -35,7 +35,6 @@ class WindowTask(Task):
 
     def __init__(self, corpus: Corpus) -> None:
         super().__init__(corpus.recipe)
-        corpus.need("files")
         d, seed = self.recipe.data, self.recipe.train.seed
         column = d.columns[0] if d.columns else "text"
 
