@@ -13,12 +13,11 @@ from rich.markup import escape
 from clearhead.cli.console import plain_table, wide_console
 from clearhead.errors import InputError
 from clearhead.lessons.catalogue import CATALOGUE, Entry, find_entry, load_exercise, next_entry
-from clearhead.lessons.progress import state_of
+from clearhead.lessons.progress import FOLDER, state_of
 
 if TYPE_CHECKING:
     from clearhead.lessons.workbook import Trial
 
-FOLDER = Path("exercises")
 STYLES = {"not begun": "dim", "begun": "yellow", "solved": "green"}
 VERBS = {"not begun": "start", "begun": "check"}
 MARKS = {"pass": "[green]holds[/]", "fail": "[bold red]fails[/]", "error": "[bold red]error[/]"}

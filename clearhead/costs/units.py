@@ -8,11 +8,15 @@ from clearhead.errors import InputError
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
 BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+LEAST = 10**6  # bytes of memory that anybody means who writes no unit
 
 
 def parse_size(text: str) -> int:
     """ "80GB" is 80e9 bytes, "80GiB" 80 * 2^30."""
-    return round(_parse(text, "B", UNITS | BINARY, "a size in bytes such as 80GB or 80GiB"))
+    size = round(_parse(text, "B", UNITS | BINARY, "a size in bytes such as 80GB or 80GiB"))
+    if size < LEAST and text.strip()[-1].isdigit():
+        raise InputError(f"{text!r} is a number without a unit, so {size} bytes; for gigabytes say {text.strip()}GB")
+    return size
 
 
 def parse_rate(text: str, unit: str = "FLOP/s") -> float:

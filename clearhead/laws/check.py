@@ -28,8 +28,10 @@ LAWS: dict[str, tuple[str, Callable[[Subject], Finding]]] = {
     "greedy": ("greedy text is equal on every path", decoding_laws.check_greedy),
     "saved": ("saved = loaded", file_laws.check_saved),
     "transformers": ("ours = transformers", file_laws.check_transformers),
-    "int8": ("int8 against full weights", partial(perplexity_law.check_quantized, kind="int8")),
-    "int4": ("int4 against full weights", partial(perplexity_law.check_quantized, kind="int4")),
+    **{
+        kind: (f"{kind} against full weights", partial(perplexity_law.check_quantized, kind=kind))
+        for kind in perplexity_law.LIMITS
+    },
     "compiled": ("compiled = eager", forward_laws.check_compiled),
 }
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from clearhead import kernels
@@ -29,6 +32,7 @@ MARGIN, LEAST = 16, 2.0**-20
 UNSTABLE = 1e-2  # a model that loses five of float32's seven digits
 MOST_WEIGHTS = 2 * 10**9  # above, a copy in float64 would take more than 16 GB; then the limit is fixed
 FIXED = 1e-3
+MOST_TOKENS, WINDOW = 4096, 512  # of a text whose perplexity is measured
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,15 @@ class Subject:
     @property
     def source(self) -> tuple[Tensor, ...]:
         return self.args[:-1]
+
+    @property
+    def measured_text(self) -> tuple[int, ...]:
+        return self.text[:MOST_TOKENS]
+
+    @cached_property
+    def perplexity(self) -> float:
+        """Of the text, by full weights."""
+        return perplexity(self.model, self.measured_text)
 
     def alone(self, row: int, length: int | None = None) -> tuple[Tensor, ...]:
         """The arguments of one row, its target cut to `length`."""
@@ -104,6 +117,19 @@ def trace(model: Model, *args: Any, **masks: Any) -> Trace:
         for handle in handles:
             handle.remove()
     return seen
+
+
+@torch.no_grad()
+def perplexity(model: Model, text: Sequence[int]) -> float:
+    """Of a text, in windows that do not overlap; the first token of each is given."""
+    width, total, n = min(WINDOW, model.config.max_len), 0.0, 0
+    for start in range(0, len(text) - 1, width):
+        window = torch.tensor([text[start : start + width]])
+        if window.shape[1] > 1:
+            logits = model(window)[0, :-1].float()
+            total += float(F.cross_entropy(logits, window[0, 1:], reduction="sum"))
+            n += window.shape[1] - 1
+    return math.exp(total / n)
 
 
 @contextmanager

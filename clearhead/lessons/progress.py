@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 State = Literal["not begun", "begun", "solved"]
+FOLDER = Path("exercises")  # unless the student says otherwise
 SOLVED = ".solved.json"
 
 

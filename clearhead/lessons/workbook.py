@@ -16,7 +16,7 @@ from clearhead.data.isolated_process import HandlerError, IsolatedError, Isolate
 from clearhead.errors import InputError
 from clearhead.lessons.catalogue import CATALOGUE, Entry
 from clearhead.lessons.exercise import Exercise
-from clearhead.lessons.progress import SOLVED, hash_of, read_solved
+from clearhead.lessons.progress import FOLDER, SOLVED, hash_of, read_solved
 
 MEGABYTES = 4096
 TRIAL = Path(__file__).with_name("trial.py")
@@ -47,14 +47,14 @@ def start(exercise: Exercise, entry: Entry, folder: Path) -> Path:
         raise InputError(f"{file} is there already and is left as it is; to start anew, rename it first")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_new(file, starter(exercise, entry).encode())
+        write_new(file, starter(exercise, entry, folder).encode())
     except OSError as error:
         raise InputError(f"{file} can not be written: {error}; choose another folder") from None
     return file
 
 
-def starter(exercise: Exercise, entry: Entry) -> str:
-    """The file that a student gets: the stub's own source, what its letters mean, and how to go on."""
+def starter(exercise: Exercise, entry: Entry, folder: Path) -> str:
+    """The file that a student gets: the stub's own source, what its letters mean, and how to go on from where it lies."""
     source = textwrap.dedent(inspect.getsource(inspect.unwrap(exercise.stub)))
     used = set(re.findall(r"\b([A-Z])\b", source))
     letters = ", ".join(f"{letter} {meaning}" for letter, meaning in legend().items() if letter in used)
@@ -64,8 +64,9 @@ def starter(exercise: Exercise, entry: Entry) -> str:
 {entry.teaches[0].upper()}{entry.teaches[1:]}.
 '''
     head += f"\nShapes: {letters}.\n" if letters else ""
+    elsewhere = "" if folder == FOLDER else f" --in {folder}"
     head += f'''
-To check it:    clearhead learn check {entry.name}
+To check it:    clearhead learn check {entry.name}{elsewhere}
 For a hint:     clearhead learn hint {entry.name}
 """
 '''

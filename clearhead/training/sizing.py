@@ -51,7 +51,7 @@ def fit(recipe: Recipe, given: Collection[str], rate: float, n_tokens: float, mi
     ):
         batch //= 2
     steps = max(1, min(_round(tokens / batch), math.ceil(t.steps * t.batch_tokens / batch)))
-    often = max(1, steps // 10)
+    often = math.ceil(steps / 10)
     chosen = dict(steps=steps, batch_tokens=batch, evaluate_every=often, checkpoint_every=often)
     chosen["warmup"] = min(t.warmup, often)
     kept = {name: value for name, value in chosen.items() if f"train.{name}" not in given}

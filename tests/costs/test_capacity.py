@@ -20,6 +20,13 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
+def test_a_unit_that_was_forgotten() -> None:
+    with pytest.raises(
+        ch.ClearheadError, match=r"'80' is a number without a unit, so 80 bytes; for gigabytes say 80GB"
+    ):
+        parse_size("80")
+
+
 @pytest.mark.parametrize("text", ["400T", "400TFLOP/s", "400 tflops", "4e14", "400000 GFLOP/s"])
 def test_rates(text: str) -> None:
     assert parse_rate(text) == 4e14

@@ -57,8 +57,15 @@ def test_a_started_file_says_all_and_is_not_written_yet(name: str, tmp_path: Pat
 
 def test_the_letters_of_shapes_are_those_of_the_library() -> None:
     assert legend()["S"] == "key length"
-    text = starter(load_exercise("attention"), find_entry("attention"))
+    text = starter(load_exercise("attention"), find_entry("attention"), Path("exercises"))
     assert "Shapes: B batch, T query length, S key length, H heads, E head width." in text
+
+
+def test_a_started_file_says_how_to_check_it_where_it_lies(tmp_path: Path) -> None:
+    assert learn("start", "softmax", "--out", tmp_path).exit_code == 0
+    command = f"clearhead learn check softmax --in {tmp_path}"
+    assert f"To check it:    {command}\n" in (tmp_path / "softmax.py").read_text(encoding="utf-8")
+    assert learn(*command.split()[2:]).exit_code == 1
 
 
 @pytest.mark.parametrize("name", NAMES)

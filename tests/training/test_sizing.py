@@ -31,6 +31,13 @@ def minutes_of(recipe: Recipe, rate: float) -> float:
     return t.steps * cost(config, batch=rows, mode="train", **given).useful_flops / rate / 60
 
 
+@pytest.mark.parametrize("minutes", [0.2, 0.4, 0.8])
+def test_a_few_steps_are_not_each_followed_by_an_evaluation(minutes: float) -> None:
+    t = fit(find_recipe("translate"), (), 4e9, SHAKESPEARE, minutes).train
+    assert 1 < t.steps < 100
+    assert t.steps / t.evaluate_every <= 10
+
+
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("rate", [4e9, LAPTOP, 100e9, DESKTOP])
 def test_a_first_run_ends_in_minutes(name: str, rate: float) -> None:
