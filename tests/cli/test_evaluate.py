@@ -85,7 +85,7 @@ def test_quantised_for_a_text(tmp_path: Path) -> None:
         loss = F.cross_entropy(model(ids[:, :-1])[0], ids[0, 1:])
     assert found == pytest.approx(float(loss), rel=1e-4)
     assert found != measure(*words)["int4"]["loss"]
-    with pytest.raises(InputError, match="is for --quantize int4; got None"):
+    with pytest.raises(InputError, match="is for --quantize int4 or w4a8; got None"):
         measure(tmp_path / "m", tmp_path / "a.txt", "--calibrate", tmp_path / "b.txt")
 
 
