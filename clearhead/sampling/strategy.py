@@ -64,11 +64,20 @@ def sample(logits: Logits, seeds: Int[Tensor, " B"], steps: Int[Tensor, " B"]) -
     The noise is a pure function of (seed, step, token): no generator to keep, and the same numbers on every device.
     """
     exact = kernels.to_float64(logits)
-    tokens = torch.arange(logits.shape[-1], device=exact.device)
     keys = _scramble(_scramble(seeds.to(exact.device)) + steps.to(exact.device))
-    bits = _scramble(keys[:, None] + tokens)
+    if exact.is_cpu and 4 * int((possible := exact != -math.inf).count_nonzero()) < exact.numel():  # few are left
+        rows, tokens = possible.nonzero(as_tuple=True)
+        noisy = exact.index_put((rows, tokens), _noise(keys[rows] + tokens), accumulate=True)
+    else:
+        noisy = exact + _noise(keys[:, None] + torch.arange(exact.shape[-1], device=exact.device))
+    return noisy.argmax(-1).to(logits.device)
+
+
+def _noise(keys: Int[Tensor, "*_"]) -> Float[Tensor, "*_"]:
+    """A number for each key, as if drawn from the Gumbel distribution."""
+    bits = _scramble(keys)
     uniform = ((bits >> 11 & (1 << 53) - 1).double() + 0.5) * 2.0**-53
-    return (exact - (-uniform.log()).log()).argmax(-1).to(logits.device)
+    return -(-uniform.log()).log()
 
 
 def _scramble(x: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ log = logging.getLogger("clearhead.serving")
 class RepeatLimit(logging.Filter):
     """Lets through `MAX_LINES` of each kind in `SECONDS`.
 
-    A record's kind is its message before the values are filled in, or its own field `kind`, where None means no limit.
+    A record's kind is its message before the values are filled in, or its own field `kind`, where None means no limit. A message
+    that is no text, as some libraries write, is of the kind of its type.
     """
 
     def __init__(self) -> None:
@@ -23,7 +24,7 @@ class RepeatLimit(logging.Filter):
         self.seen, self.until = Counter[object](), 0.0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        kind: object = getattr(record, "kind", record.msg)
+        kind: object = getattr(record, "kind", record.msg if isinstance(record.msg, str) else type(record.msg))
         if kind is None:
             return True
         self.seen[kind] += 1

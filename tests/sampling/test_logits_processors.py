@@ -142,6 +142,22 @@ def test_offsets_and_force() -> None:
     assert torch.equal(force_token(logits, 7, torch.zeros_like(some)), logits)
 
 
+@pytest.mark.parametrize("kept", [0, 1, 7, 249, 250, 1000])
+def test_noise_for_the_possible_alone_draws_the_same(kept: int) -> None:
+    """Where few tokens are left, others get no noise; where they are as good as impossible, all get it."""
+    generator = torch.Generator().manual_seed(kept)
+    logits = torch.randn(40, 1000, generator=generator)
+    order = torch.rand(40, 1000, generator=generator).argsort(-1)
+    seeds, steps = torch.arange(40) - 20, torch.arange(40) * 3
+    impossible = logits.masked_fill(order >= kept, -torch.inf)
+    drawn = sample(impossible, seeds, steps)
+    if kept:
+        assert torch.equal(drawn, sample(impossible.clamp(min=-1e30), seeds, steps))
+    assert torch.equal(
+        drawn, torch.cat([sample(impossible[i : i + 1], seeds[i : i + 1], steps[i : i + 1]) for i in range(40)])
+    )
+
+
 @pytest.mark.parametrize("over", ["seeds", "steps"])
 def test_drawn_as_often_as_likely(over: str) -> None:
     """20,000 draws of 11 tokens, over seeds at one step or over steps of one seed: chi-square with 9 degrees of freedom

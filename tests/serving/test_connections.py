@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httpx2 as httpx
 import pytest
 
-from clearhead.serving import connections, guards, log_limits
+from clearhead.serving import connections, guards, log_limits, server
 from clearhead.serving.app import make_app
 from clearhead.serving.guards import Limits, network_of
 from clearhead.serving.log_limits import RepeatLimit
@@ -197,8 +197,13 @@ def test_a_repeated_line_is_counted(caplog: pytest.LogCaptureFixture) -> None:
         assert sum("served" in each.getMessage() for each in caplog.records) == 1000
         limit.until = 0.0
         limit.tell()
-    caplog.handler.removeFilter(limit)
     assert caplog.records[-1].getMessage() == "950 lines more like this: no room for %d"
+    limit.tell()
+    with caplog.at_level(logging.INFO):
+        for _ in range(100):
+            logging.getLogger("some.library").info({"a message that is": "no text"})
+        assert sum(isinstance(each.msg, dict) for each in caplog.records) == log_limits.MAX_LINES
+    caplog.handler.removeFilter(limit)
 
 
 def test_no_websockets_whatever_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +211,7 @@ def test_no_websockets_whatever_is_installed(monkeypatch: pytest.MonkeyPatch) ->
     from uvicorn.protocols.websockets import auto
 
     monkeypatch.setattr(auto, "AutoWebSocketsProtocol", object)
+    monkeypatch.setattr(server, "log_config", lambda: None)  # the log of this process stays as it is
     config = make_config(make_app({}), 0.0)
     config.load()
     assert config.ws_protocol_class is None
