@@ -30,8 +30,9 @@ Beams = Annotated[int, typer.Option(min=1, help="Texts kept at each step; 1 is g
 Truncate = Annotated[
     bool, typer.Option("--truncate", help="Cut a text that is too long at its end. Without it, that is an error.")
 ]
+QuantizeKind = Literal["int8", "int4", "w8a8", "w4a8"]
 Quantize = Annotated[
-    Literal["int8", "int4", "w8a8", "w4a8"] | None,
+    QuantizeKind | None,
     typer.Option(
         help="Hold the weights in 8 or 4 bits: faster and smaller, a little less exact. a8: inputs of products have 8 bits too."
     ),

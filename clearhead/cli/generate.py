@@ -22,6 +22,7 @@ from clearhead.cli.arguments import (
     load_tokenizer_of,
     read_text,
 )
+from clearhead.cli.drafts import Draft, DraftQuantize, Lookup, check_drafts, load_draft
 from clearhead.errors import InputError
 
 if TYPE_CHECKING:
@@ -77,20 +78,9 @@ def run(
             "--slide", help="Write past the model's length: when it is full, go on from the text's last half."
         ),
     ] = False,
-    lookup: Annotated[
-        bool,
-        typer.Option(
-            "--lookup",
-            help="Draft what the text repeats: the same text, sooner where it edits, quotes or sums up the prompt.",
-        ),
-    ] = False,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SMALL",
-            help="A smaller model with the same tokenizer drafts: the same text, sooner if it is often right.",
-        ),
-    ] = None,
+    lookup: Lookup = False,
+    draft: Draft = None,
+    draft_quantize: DraftQuantize = None,
     scores: Annotated[
         bool, typer.Option("--scores", help="Print a line for each token instead, with its probability.")
     ] = False,
@@ -111,6 +101,7 @@ def run(
         raise InputError("--json prints one object, and --chat answers line by line; leave one of them out")
     if system is not None and not chat:
         raise InputError(f"--system {system!r:.40} is of a conversation, and this is none; add --chat, or leave it out")
+    check_drafts(lookup, draft, draft_quantize)
     if slide:
         refuse_beside_slide(chat=chat, truncate=truncate, regex=regex, json_schema=json_schema, choice=choice)
     schema = None if json_schema is None else read_schema(json_schema)
@@ -125,7 +116,7 @@ def run(
     writer = make_writer(model, find_device(device), (quantize, calibrate), options, stop or [], constraints)
     writer.as_json = as_json
     if draft is not None:
-        writer.options["draft"] = load_draft(draft, writer.tokenizer, find_device(device))
+        writer.options["draft"] = load_draft(draft, writer.tokenizer, find_device(device), draft_quantize)
     if chat:
         run_chat(writer, system)
     else:
@@ -172,19 +163,6 @@ def make_writer(
         )
     grammar = make_grammar(decoder, tokenizer, **constraints)
     return TextWriter(decoder, tokenizer, {**options, "stop": stops}, grammar)
-
-
-def load_draft(name: str, tokenizer: Tokenizer, device: str) -> Any:
-    """The model that drafts; InputError if its vocabulary is another one."""
-    path = find_model(name)
-    own = load_tokenizer_of(path)
-    if own.vocab != tokenizer.vocab:
-        raise InputError(
-            f"--draft {name!r} has another vocabulary than the model: {len(own.vocab)} tokens, and the model has "
-            f"{len(tokenizer.vocab)}, of which {len(own.vocab.items() & tokenizer.vocab.items())} are the same; take a model "
-            f"with the same tokenizer"
-        )
-    return load_model(path, device)
 
 
 def read_schema(given: str) -> str:

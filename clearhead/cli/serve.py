@@ -17,8 +17,10 @@ from clearhead.cli.arguments import (
     check_port,
     find_device,
     find_model,
+    load_tokenizer_of,
     read_calibration,
 )
+from clearhead.cli.drafts import Draft, DraftQuantize, Lookup, check_drafts, load_draft
 from clearhead.errors import InputError, MissingExtraError
 
 
@@ -59,6 +61,9 @@ def run(
     ] = None,
     quantize: Quantize = None,
     calibrate: Calibrate = None,
+    lookup: Lookup = False,
+    draft: Draft = None,
+    draft_quantize: DraftQuantize = None,
     front_ends: Annotated[
         int | None,
         typer.Option(
@@ -82,9 +87,12 @@ def run(
     check_port(host, port)
     check_front_ends(front_ends)
     check_calibrate(quantize, calibrate)
+    check_drafts(lookup, draft, draft_quantize)
+    if max_texts == 1 and (lookup or draft is not None):
+        raise InputError("drafts need rows of their own; got --max-texts 1; give 8 or more, or leave the drafts out")
     on = find_device(device)
-    options: dict[str, Any] = dict(device=on, quantize=quantize, max_tokens=max_tokens)
-    workers = load_workers(models, calibrate, max_rows=max_texts, warms_up=True, **options)
+    options: dict[str, Any] = dict(device=on, quantize=quantize, max_tokens=max_tokens, max_rows=max_texts)
+    workers = load_workers(models, calibrate, lookup, (draft, draft_quantize), warms_up=True, **options)
     host_names = (*(allow_host or []), *(() if is_local or host in ("0.0.0.0", "::") else (host,)))
     measures = is_local and not api_keys if measure is None else measure
     each_client: dict[str, Any] = dict(streams=streams, seconds=seconds, connections=connections, measures=measures)
@@ -113,16 +121,33 @@ def check_access(host: str, is_local: bool, keys: tuple[str, ...]) -> None:
         )
 
 
-def load_workers(models: list[str], calibrate: str | None = None, **options: Any) -> dict[str, Any]:
-    """A worker for each model, by its name, and a line about each."""
+def load_workers(
+    models: list[str],
+    calibrate: str | None = None,
+    lookup: bool = False,
+    draft: tuple[str | None, str | None] = (None, None),
+    **options: Any,
+) -> dict[str, Any]:
+    """A worker for each model, by its name, and a line about each. `draft`: --draft and --draft-quantize."""
     from clearhead.quantization.model_weights import count_weights
     from clearhead.serving.model_worker import load_worker
 
     named = {name: find_model(path) for name, path in read_names(models).items()}
+    small = None
+    if draft[0] is not None:
+        if len(named) > 1:
+            raise InputError(
+                f"--draft {draft[0]!r} drafts for one model; got {', '.join(named)}; serve one of them alone"
+            )
+        (path,) = named.values()
+        small = load_draft(draft[0], load_tokenizer_of(path), options["device"], draft[1])
+    options |= dict(lookup=lookup, draft=small)
     workers = {
         name: load_worker(path, name, calibrate=read_calibration(calibrate, path), **options)
         for name, path in named.items()
     }
+    if (lookup or small) and not any(each.kind == "decoder" for each in workers.values()):
+        raise InputError(f"--{'lookup' if lookup else 'draft'} is for decoders; got {', '.join(named)}; leave it out")
     for each in workers.values():
         typer.echo(f"{each.name}: {each.kind}, {count_weights(each.model):,} parameters", err=True)
     return workers

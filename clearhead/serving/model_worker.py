@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,9 +19,9 @@ from clearhead.data import Tokenizer
 from clearhead.engine.fair_queue import FairQueue
 from clearhead.engine.warm_up import warm_up
 from clearhead.explorer import tokenizer_of
-from clearhead.generation import Engine
+from clearhead.generation import Engine, Request
 from clearhead.kernels import huge_pages
-from clearhead.models import Decoder, Encoder, EncoderDecoder, Model
+from clearhead.models import Decoder, EncoderDecoder, Model
 from clearhead.serving.guards import CLIENT, STOPPING
 from clearhead.serving.worker import BROKEN, Arrival, BrokenError, Channel, FullError, Worker, set_result
 
@@ -56,11 +57,15 @@ class ModelWorker(Worker):
         *,
         path: Path | None = None,
         warms_up: bool = False,
+        lookup: bool = False,
+        draft: Decoder | None = None,
         **engine: Any,
     ):
+        """`lookup`, `draft`: for every text of a decoder, as in `Request`."""
         super().__init__(name, model.eval(), tokenizer, path)
         self.lock = asyncio.Lock()  # a model without an engine computes one request at a time
         self._make: Callable[[], Engine] | None = None
+        self.lookup, self.draft = lookup, draft
         if isinstance(model, Decoder | EncoderDecoder):
             writer = model
             self._make = lambda: make_engine(writer, warms_up, **engine)
@@ -201,7 +206,7 @@ class ModelWorker(Worker):
             waiting = self.engine.n_waiting_of(channel.request.client)
             if waiting >= MAX_WAITING or self.engine.n_waiting >= MAX_WAITING_IN_ALL:
                 raise FullError(f"{waiting} requests of this client wait already; try again later")
-            channel.ticket = self.engine.submit(channel.request)
+            channel.ticket = self.engine.submit(self._with_drafts(channel.request))
         except Exception as error:  # concerns this request only: the engine is unchanged
             channel.refuse(error)
             return
@@ -211,6 +216,14 @@ class ModelWorker(Worker):
         self._channels[id(channel.ticket)] = channel
         self._queued.append(channel)
         channel.accept(channel.ticket)
+
+    def _with_drafts(self, request: Request) -> Request:
+        """It drafts as this worker's texts do, if it can: a text may be too long for the draft model."""
+        if not isinstance(self.model, Decoder) or request.beams > 1:
+            return request
+        longest = 0 if self.draft is None else self.draft.config.max_len
+        fits = len(request.prompt) + request.max_new_tokens <= longest
+        return replace(request, lookup=self.lookup, draft=self.draft if fits else None)
 
     def _forget(self, channel: Channel) -> None:
         if channel.ticket is not None:
@@ -246,12 +259,13 @@ def load_worker(
     device: str,
     quantize: str | None = None,
     calibrate: list[list[int]] | None = None,
-    **engine: Any,
+    **options: Any,
 ) -> ModelWorker:
     """A worker for the model at `path`."""
     dtype = torch.float32 if device == "cpu" else None
     model = load(path, device=device, quantize=quantize, calibrate=calibrate, dtype=dtype)
-    if not isinstance(model, Encoder):
-        for _ in huge_pages.move(model.parameters(), shared=False):  # now, while no other thread has the model
-            pass
-    return ModelWorker(name, model, tokenizer_of(path, model), path=path, **engine)
+    for each in (model, options.get("draft")):
+        if isinstance(each, Decoder | EncoderDecoder):
+            for _ in huge_pages.move(each.parameters(), shared=False):  # now, while no other thread has the model
+                pass
+    return ModelWorker(name, model, tokenizer_of(path, model), path=path, **options)

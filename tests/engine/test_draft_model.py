@@ -271,13 +271,10 @@ def test_it_stops_where_it_is_wrong() -> None:
 
 def test_the_cost_follows_the_sizes() -> None:
     model, small = decoder("llama", n_layers=24), decoder("llama", n_layers=6)
-    exact, sampled, sorted_ = (
-        draft_cost(small, model, Strategy(**each))
-        for each in (dict[str, Any](), dict[str, Any](temperature=1.0), dict[str, Any](temperature=1.0, top_p=0.9))
-    )
+    exact, sampled = (draft_cost(small, model, Strategy(temperature=each)) for each in (0.0, 1.0))
     assert exact.row == pytest.approx(ROW_BYTES / 4, rel=0.1)
     assert exact.token - exact.row == pytest.approx(0.25, abs=0.05)
-    assert exact.token < sampled.token < sorted_.token, "drawing takes time, too"
+    assert exact.token < sampled.token, "drawing takes time, too"
     packed = draft_cost(small, quantize(make_copy(model), "int8"), Strategy())
     assert packed.row > 2 * exact.row
     assert packed.token > 2 * exact.token
