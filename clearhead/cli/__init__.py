@@ -54,7 +54,9 @@ def main() -> None:
     except ClearheadError as error:
         if os.environ.get("CLEARHEAD_DEBUG"):
             raise
-        print(f"clearhead: {spell_options(str(error))}", file=sys.stderr)
+        sys.stderr.write(
+            f"clearhead: {spell_options(str(error))}\n"
+        )  # in one piece, also where several processes write
         sys.exit(1)
     except KeyboardInterrupt:
         print("clearhead: stopped", file=sys.stderr)

@@ -358,6 +358,7 @@ def test_a_progress_bar_does_not_mix_with_the_output(monkeypatch: pytest.MonkeyP
     from clearhead.cli.console import track
 
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then treats stderr as a terminal
+    monkeypatch.setenv("TERM", "xterm")  # which is not dumb
     out, err = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)

@@ -54,13 +54,14 @@ def write(model: Decoder, prompt: Sequence[int], **fields: Any) -> Ticket:
 
 
 def assert_equal(found: Ticket, expected: Ticket) -> None:
-    """In every bit."""
-    assert (found.ids, found.reason, found.scores, found.alternatives) == (
-        expected.ids,
-        expected.reason,
-        expected.scores,
-        expected.alternatives,
-    )
+    """In every bit; where torch computes the steps, scores to rounding: it adds up in another order for other numbers of rows."""
+    assert (found.ids, found.reason) == (expected.ids, expected.reason)
+    if native.is_there():
+        assert (found.scores, found.alternatives) == (expected.scores, expected.alternatives)
+    else:
+        assert found.scores == pytest.approx(expected.scores, abs=1e-5)
+        for one, other in zip(found.alternatives, expected.alternatives, strict=True):
+            assert [score for _, score in one] == pytest.approx([score for _, score in other], abs=1e-5)
     assert expected.n_drafted == 0
 
 
