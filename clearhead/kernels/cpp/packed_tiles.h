@@ -10,6 +10,7 @@ namespace {
 // sum goes across a register. The instruction multiplies 8-bit integers, so a 16-bit input is split in two DIGITS: 256 high + low.
 // The last tile is as wide as the columns that are left.
 struct Int8 {
+    static constexpr bool HAS_MINS = false;
     static constexpr int SPAN = 64, SCALES = 1, LOADS = 16, ALONE = 12;  // up to so many rows a tile alone is faster
     const int8_t* q;         // (tiles, d / 4, 16, 4)
     const uint16_t* scales;  // (tiles, d / 64, 16), float16
@@ -39,6 +40,7 @@ struct Int8 {
 };
 
 struct Int4 {
+    static constexpr bool HAS_MINS = true;
     static constexpr int SPAN = 32, SCALES = 1, LOADS = 4, ALONE = 2;
     const uint8_t* q;        // (tiles, d / 8, 16, 4): the even neighbour low, the odd one high
     const uint16_t* scales;  // (tiles, d / 32, 16), float16
@@ -132,7 +134,8 @@ void tile(const Weights& w, const Input& in, i64 row, i64 first, i64 from, i64 t
             for (int r = 0; r < R; r++) {
                 const __m512i last = products[r][t][DIGITS - 1];
                 __m512 value = _mm512_cvtepi32_ps(DIGITS == 1 ? last : _mm512_add_epi32(_mm512_slli_epi32(products[r][t][0], 8), last));
-                value = _mm512_fmadd_ps(value, scale, _mm512_mul_ps(least, _mm512_set1_ps(in.sums[at + r])));
+                value = Weights::HAS_MINS ? _mm512_fmadd_ps(value, scale, _mm512_mul_ps(least, _mm512_set1_ps(in.sums[at + r])))
+                                          : _mm512_mul_ps(value, scale);
                 sums[r][t] = _mm512_fmadd_ps(value, _mm512_set1_ps(in.scales[at + r]), sums[r][t]);
             }
         }
