@@ -251,10 +251,14 @@ def paged_attention(
     return None
 
 
-def top_log_probs(logits: Float[Tensor, "R V"], n: int) -> tuple[Float[Tensor, "R n"], Int[Tensor, "R n"]] | None:
-    """Each row's n largest log-probabilities, and their ids."""
-    if not logits.is_cuda or n > 32 or not has_triton():
-        return None
-    from clearhead.kernels import gpu
+def top_log_probs(
+    logits: Float[Tensor, "R V"], n: int, bias: Float[Tensor, " V"] | None = None
+) -> tuple[Float[Tensor, "R n"], Int[Tensor, "R n"]] | None:
+    """Each row's n largest log-probabilities, after `bias` is added to them, and their ids."""
+    if logits.is_cuda and bias is None and n <= 32 and has_triton():
+        from clearhead.kernels import gpu
 
-    return gpu.top_log_probs(logits, n)
+        return gpu.top_log_probs(logits, n)
+    if logits.device.type == "cpu" and logits.dtype == torch.float32 and is_plain(logits) and native.is_there():
+        return native.top_log_probs(logits.contiguous(), n, bias)
+    return None

@@ -10,3 +10,4 @@
 #include "cpp/paged_attention.h"
 #include "cpp/quantize.h"
 #include "cpp/text_attention.h"
+#include "cpp/top_log_probs.h"

@@ -28,6 +28,7 @@ SIGNATURES: dict[str, tuple[list[Any], Any]] = {  # arguments and result; a resu
     "paged_attention": ([POINTER] * 6 + [INT] * 10 + [FLOAT, INT, SMALL], None),
     "paged_store": ([POINTER] * 6 + [INT] * 11, None),
     "text_attention": ([POINTER] * 6 + [INT] * 12 + [FLOAT, SMALL, SMALL], None),
+    "top_log_probs": ([POINTER] * 4 + [INT] * 3 + [SMALL], None),
     "decode_step": ([POINTER], SMALL),
 }
 
@@ -170,6 +171,19 @@ def text_attention(
 def lies_in_rows(x: Float[Tensor, "B h T E"]) -> bool:
     """Whether one stride leads from each token to the next, across rows too, and each head is contiguous."""
     return x.stride(3) == 1 and (1 in (x.shape[0], x.shape[2]) or x.stride(0) == x.shape[2] * x.stride(2))
+
+
+def top_log_probs(
+    logits: Float[Tensor, "R V"], n: int, bias: Float[Tensor, " V"] | None
+) -> tuple[Float[Tensor, "R n"], Int[Tensor, "R n"]]:
+    """The n largest of log_softmax(row) + bias, descending, of equals the lower id first; all float32 and contiguous."""
+    R, V = logits.shape
+    values, ids = logits.new_empty(R, n), torch.empty(R, n, dtype=torch.int64)
+    _FUNCTIONS["top_log_probs"](
+        *(logits.data_ptr(), None if bias is None else bias.data_ptr(), values.data_ptr(), ids.data_ptr()),
+        *(R, V, n, torch.get_num_threads()),
+    )
+    return values, ids
 
 
 def decode_step(address: int) -> None:

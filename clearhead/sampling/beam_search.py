@@ -113,8 +113,8 @@ class Beams:
         """Log-probabilities and ids of each beam's likeliest next tokens, after the logits processor and a grammar's mask."""
         (B, K), processor = self.scores.shape, self.params.processor
         n = min(self.params.n_candidates, logits.shape[1])
-        if self.params.fits_device and allowed is None:
-            best = top_log_probs(logits, n)
+        if processor.only_biases and allowed is None:
+            best = top_log_probs(logits, n, processor.bias)
         else:
             facts = np.array([[len(prompt) for prompt in self.prompts], self.steps, self.limits]).repeat(K, 1)
             n_prompt, steps, limits = torch.from_numpy(facts).to(logits.device)
@@ -239,12 +239,15 @@ class Beams:
             setattr(self, name, np.concatenate([getattr(self, name), getattr(other, name)]))
 
 
-def top_log_probs(logits: Float[Tensor, "R V"], n: int) -> tuple[Float[Tensor, "R n"], Int[Tensor, "R n"]]:
-    """Each row's n likeliest tokens: log-probabilities and ids."""
-    best = kernels.top_log_probs(logits, n)
+def top_log_probs(
+    logits: Float[Tensor, "R V"], n: int, bias: Float[Tensor, " V"] | None = None
+) -> tuple[Float[Tensor, "R n"], Int[Tensor, "R n"]]:
+    """Each row's n likeliest tokens: log-probabilities, after `bias` is added to them, and ids."""
+    best = kernels.top_log_probs(logits, n, bias)
     if best is not None:
         return best
-    values, ids = upcast(logits).log_softmax(-1).topk(n)
+    log_probs = upcast(logits).log_softmax(-1)
+    values, ids = (log_probs if bias is None else log_probs.add_(bias)).topk(n)
     return values, ids
 
 

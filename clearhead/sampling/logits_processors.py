@@ -78,8 +78,9 @@ class LogitsProcessor:
     """A strategy and the checkpoint's own rules (`model.generation`), prepared for one model.
 
     Called with the logits of each row's new token number `steps` of at most `limits`, it returns the logits to choose from. With
-    `in_place` it may write to the logits that it is given. The history is needed only if `needs_history`; with `is_identity`
-    the logits never change. `ends` are the ids that end a text: those given as `eos`, or the checkpoint's own.
+    `in_place` it may write to the logits that it is given. The history is needed only if `needs_history`; with `only_biases` the
+    same `bias` is added to all logits, and with `is_identity` they never change. `ends` are the ids that end a text: those given as
+    `eos`, or the checkpoint's own.
     """
 
     def __init__(self, model: Decoder | EncoderDecoder, eos: int | Sequence[int] | None, strategy: Strategy) -> None:
@@ -110,8 +111,9 @@ class LogitsProcessor:
         self.forced_last = rules.forced_eos if is_pair else None
         penalised = strategy.repetition_penalty != 1 or strategy.presence_penalty or strategy.frequency_penalty
         self.needs_history = bool(penalised or strategy.no_repeat_ngram or strategy.timestamps)
-        steps = (self.bias, self.first_bias, self.early_bias, self.forced_last)
-        self.is_identity = not self.needs_history and not self.forced_start and all(step is None for step in steps)
+        steps = (self.first_bias, self.early_bias, self.forced_last)
+        self.only_biases = not self.needs_history and not self.forced_start and all(step is None for step in steps)
+        self.is_identity = self.only_biases and self.bias is None
 
     @property
     def nbytes(self) -> int:
