@@ -33,6 +33,10 @@ from torch.nn.attention import flex_attention
 
 from tests import network, tools
 
+# Without a GPU, Triton's kernels run in its interpreter. It is chosen when triton is imported, which any library may do first.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 if os.environ.get("CLEARHEAD_SHAPES") != "unchecked":
     jaxtyping.install_import_hook("clearhead", "beartype.beartype")
 

@@ -1,9 +1,9 @@
-"""Triton on a CPU: its interpreter, asked for before triton is imported, and mended where version 3.6 is wrong."""
+"""Triton on a CPU: its interpreter, which conftest.py asks for before triton is imported, mended where version 3.6 is wrong."""
 
 from __future__ import annotations
 
+import functools
 import importlib
-import os
 from typing import Any
 
 import numpy as np
@@ -15,15 +15,15 @@ EIGHT = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 
 
 def need_triton() -> None:
-    """Skip the file without triton; on a CPU, interpret."""
-    if DEVICE == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")
+    """Skip the file without triton."""
     pytest.importorskip("triton", reason="needs triton: a CUDA GPU to be fast, or its interpreter to be right")
     if DEVICE == "cpu":
-        mend(importlib.import_module("triton.runtime.interpreter"))
+        mend()
 
 
-def mend(interpreter: Any) -> None:
+@functools.cache
+def mend() -> None:
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     patch_tensor, convert = interpreter._patch_lang_tensor, interpreter._convert_float
 
     def patch_bounds(tensor: Any, scope: Any) -> None:

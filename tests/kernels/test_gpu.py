@@ -1,13 +1,11 @@
 """The Triton kernels, against float64 on the CPU.
 
 On a machine with a CUDA GPU they run there. Without one, they run in Triton's interpreter if triton is installed (slow: the
-sizes are small), and are skipped otherwise. The interpreter is chosen when triton is imported, so this file asks for it first.
+sizes are small), and are skipped otherwise.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
 from typing import Any
 
 import pytest
@@ -18,11 +16,9 @@ from torch import Tensor
 from clearhead.layers.linear import ACTIVATIONS
 from clearhead.layers.positions import Rotary
 from clearhead.layers.positions import rotate as plain_rotate
+from tests.triton_interpreter import DEVICE, need_triton
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton", reason="needs triton: a CUDA GPU to be fast, or its interpreter to be right")
+need_triton()
 gpu: Any = pytest.importorskip("clearhead.kernels.gpu")
 
 # Against float64 on the same rounded inputs: float32 sums, then one rounding to the type.
@@ -30,17 +26,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 DTYPES = list(TOLERANCE)
 # Triton 3.6's interpreter multiplies bfloat16's bits as integers in tl.dot.
 DOTTED = DTYPES if DEVICE == "cuda" else [torch.float32, torch.float16]
-
-
-if DEVICE == "cpu":  # Triton 3.6's interpreter makes loop bounds by int(array of one number), which numpy 2.4 refuses
-    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patch_bounds(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch_bounds
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
