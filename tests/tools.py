@@ -19,6 +19,7 @@ from tests import chromium
 ROOT = Path(__file__).resolve().parents[1]
 # Each reason for such a skip has one of these in it; tests of the compiled kernels take theirs from `native.why_not`.
 MISSING = {"Chromium": "no Chromium", "node": "no node", "a C++ compiler": "no C++ compiler"}
+NO_COMPILER = "no C++ compiler or no Python headers found"
 
 
 def what_is_missing(item: pytest.Item) -> str | None:
@@ -27,7 +28,7 @@ def what_is_missing(item: pytest.Item) -> str | None:
     if room == "browser" and chromium.find_chromium() is None:
         return chromium.why_not()
     if room == "compiled" and not can_compile():
-        return "no C++ compiler or no Python headers found"
+        return NO_COMPILER
     return None
 
 

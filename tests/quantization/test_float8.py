@@ -18,6 +18,7 @@ from clearhead.layers.block import FeedForward
 from clearhead.layers.linear import ACTIVATIONS, FusedLinear, Linear
 from clearhead.layers.state_names import save_apart
 from clearhead.quantization import float8 as fp8
+from tests import tools
 from tests.fresh_process import run_in_fresh_process
 from tests.triton_interpreter import DEVICE, need_triton
 
@@ -256,5 +257,6 @@ def test_an_older_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         fp8.check_device(torch.device("cuda"))
 
 
+@pytest.mark.skipif(not tools.can_compile(), reason=tools.NO_COMPILER)
 def test_compiled() -> None:
     run_in_fresh_process(Path(__file__).parents[1] / "compiled" / "triton_fp8.py")
