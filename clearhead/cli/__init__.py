@@ -54,9 +54,8 @@ def main() -> None:
     except ClearheadError as error:
         if os.environ.get("CLEARHEAD_DEBUG"):
             raise
-        sys.stderr.write(
-            f"clearhead: {spell_options(str(error))}\n"
-        )  # in one piece, also where several processes write
+        # In one piece: print writes the line's end apart, and several processes may share a terminal.
+        sys.stderr.write(f"clearhead: {spell_options(str(error))}\n")
         sys.exit(1)
     except KeyboardInterrupt:
         print("clearhead: stopped", file=sys.stderr)

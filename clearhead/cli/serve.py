@@ -141,6 +141,7 @@ def load_workers(
             )
         (path,) = named.values()
         small = load_draft(draft[0], load_tokenizer_of(path), options["device"], draft[1])
+        small = small.float() if options["device"] == "cpu" else small  # as the model itself (load_worker)
     options |= dict(lookup=lookup, draft=small)
     workers = {
         name: load_worker(path, name, calibrate=read_calibration(calibrate, path), **options)
