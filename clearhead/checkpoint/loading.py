@@ -247,13 +247,21 @@ UNAPPLIED: dict[str, tuple[tuple[Any, ...], str]] = {
     "encoder_no_repeat_ngram_size": ((0,), ""),
     "exponential_decay_length_penalty": ((), ""),
     "renormalize_logits": ((False,), ""),
+    "min_length": ((0,), ""),
+    "min_new_tokens": ((0,), "min_new_tokens"),
+    "bad_words_ids": ((), ""),
+    "sequence_bias": ((), ""),
+    "guidance_scale": ((1, 1.0), ""),
 }
 
 
 def warn_of_unapplied(fields: Mapping[str, Any]) -> None:
     """Say which wishes of the checkpoint about its texts are not applied by themselves, and which option applies each."""
+    words: Any = fields.get("bad_words_ids")
+    several = [word for word in words if isinstance(word, list) and len(word) > 1] if isinstance(words, list) else []
+    wishes = {**fields, "bad_words_ids": several or None}  # words of one token are applied
     for name, (neutral, option) in UNAPPLIED.items():
-        value = fields.get(name)
+        value = wishes.get(name)
         if value is not None and value not in neutral:
             advice = f"pass {option}={value!r} for it" if option else "there is no option for it"
             warnings.warn(
