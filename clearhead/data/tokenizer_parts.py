@@ -197,7 +197,7 @@ def add_listed(core: tokenizers.Tokenizer, folder: Path, *, missing: bool = Fals
 
 
 def check_named(core: tokenizers.Tokenizer, folder: Path) -> None:
-    """Refuse special tokens without an id that the vocabulary lacks (transformers would add them), and special tokens read as text."""
+    """Refuse special tokens without an id that the vocabulary lacks (transformers adds them), and those that are read as text."""
     config = read_json(folder / "tokenizer_config.json")
     named = {**read_json(folder / "special_tokens_map.json"), **config}
     for field in ("additional_special_tokens", "extra_special_tokens"):
@@ -205,8 +205,8 @@ def check_named(core: tokenizers.Tokenizer, folder: Path) -> None:
         for token in map(_content, tokens if isinstance(tokens, list) else ()):
             if token is not None and core.token_to_id(token) is None:
                 raise CheckpointError(
-                    f"{field} beside tokenizer.json names {token!r}, which tokenizer.json does not have: texts with it would be cut "
-                    f"into other tokens; add it to tokenizer.json with its id, or delete it from {field}"
+                    f"{field} beside tokenizer.json names {token!r}, which tokenizer.json does not have: a text with it would be "
+                    f"cut into other tokens; add it to tokenizer.json with its id, or delete it from {field}"
                 )
     if config.get("split_special_tokens"):
         raise CheckpointError(
