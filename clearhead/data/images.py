@@ -18,6 +18,8 @@ from clearhead.errors import CheckpointError, InputError, MissingExtraError
 
 MAX_PIXELS = 89_478_485  # of a file: Pillow's limit, 270 MB when decoded
 MAX_RATIO = 100  # of its sides, where the shorter one is resized and the longer one follows
+# Steps of other models' preprocessor_config.json. They change the picture, and are off where they are not named.
+OTHER_STEPS = ("do_flip_channel_order", "do_pad", "do_thumbnail", "do_align_long_axis", "rescale_offset", "crop_pct")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,12 @@ def read_preprocessing(folder: Path, image_size: int) -> ImagePreprocessing:
         return ImagePreprocessing(size=(image_size, image_size))
     try:
         fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        for name in OTHER_STEPS:
+            if fields.get(name):
+                raise CheckpointError(
+                    f"{file.name}'s {name}={fields[name]!r:.60} is a step that is not supported; prepare the pictures by it, and "
+                    f"delete the field"
+                )
         scale = fields.get("rescale_factor", 1 / 255) if fields.get("do_rescale", True) else 1.0
         normalize = fields.get("do_normalize", True)
         return ImagePreprocessing(

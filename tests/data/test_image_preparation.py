@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import zlib
 from io import BytesIO
@@ -13,8 +14,8 @@ import pytest
 import torch
 
 from clearhead.data import Findings, Policy, Store, find_images, prepare_arrays, prepare_images
-from clearhead.data.images import ImagePreprocessing, load_image, read_image
-from clearhead.errors import InputError
+from clearhead.data.images import OTHER_STEPS, ImagePreprocessing, load_image, read_image, read_preprocessing
+from clearhead.errors import CheckpointError, InputError
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -115,6 +116,18 @@ def test_arrays(tmp_path: Path) -> None:
     assert again.info["fingerprint"] == store.info["fingerprint"]
     with pytest.raises(InputError, match="5 pictures have 2 labels"):
         prepare_arrays(tmp_path / "s", pictures, ["1", "2"])
+
+
+@pytest.mark.parametrize("step", OTHER_STEPS)
+def test_steps_of_other_models_are_refused(tmp_path: Path, step: str) -> None:
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps({"size": 7, "do_convert_rgb": None, step: None}))
+    assert read_preprocessing(tmp_path, 11) == ImagePreprocessing(size=(7, 7))
+    file.write_text(json.dumps({"size": 7, step: 0.9}))
+    with pytest.raises(
+        CheckpointError, match=rf"preprocessor_config.json's {step}=0.9 is a step that is not supported"
+    ):
+        read_preprocessing(tmp_path, 11)
 
 
 @pytest.mark.parametrize("name", ["x.png", "x.tif"])
