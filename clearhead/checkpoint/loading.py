@@ -282,12 +282,12 @@ def read_generation(config: Mapping[str, Any], generation: Mapping[str, Any]) ->
         value = get(name)
         if isinstance(value, list):
             value = value[0] if value else None
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
+        return value if _is_id(value) else None
 
     def several(name: str) -> tuple[int, ...]:
         value = get(name)
         values = value if isinstance(value, list) else [value]
-        return tuple(v for v in values if isinstance(v, int) and not isinstance(v, bool))
+        return tuple(v for v in values if _is_id(v))
 
     return Generation(
         bos=whole("bos_token_id"),
@@ -302,6 +302,11 @@ def read_generation(config: Mapping[str, Any], generation: Mapping[str, Any]) ->
         begin_suppress=several("begin_suppress_tokens"),
         alignment_heads=_read_heads(get("alignment_heads")),
     )
+
+
+def _is_id(value: Any) -> bool:
+    """Whether this is a token. Some files write -1 where they mean none."""
+    return type(value) is int and value >= 0
 
 
 def _read_forced(pairs: Any) -> tuple[int | None, ...]:
@@ -325,4 +330,4 @@ def _read_heads(pairs: Any) -> tuple[tuple[int, int], ...]:
 def _read_bad_words(words: Any) -> tuple[int, ...]:
     """Marian's list of forbidden words, as far as they are one token, such as [[pad]]."""
     listed: list[Any] = words if isinstance(words, list) else []
-    return tuple(word[0] for word in listed if isinstance(word, list) and len(word) == 1 and type(word[0]) is int)
+    return tuple(word[0] for word in listed if isinstance(word, list) and len(word) == 1 and _is_id(word[0]))
