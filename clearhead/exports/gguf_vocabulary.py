@@ -29,6 +29,12 @@ def vocabulary(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
         raise CheckpointError(
             f"GGUF is written with BPE tokenizers; this model's is of the type {model['type']!r}; export to hf or onnx"
         )
+    for token in core["added_tokens"]:
+        if flags := [flag for flag in ("single_word", "lstrip", "rstrip") if token[flag]]:
+            raise CheckpointError(
+                f"llama.cpp has no place for the rules of an added token; {token['content']!r} has {' and '.join(flags)}; "
+                f"export to hf or onnx"
+            )
     own = sentencepiece(core) if model.get("byte_fallback") else byte_level(core)
     before, after = surroundings(tokenizer)
     ids = {name: getattr(tokenizer, role) for role, name in ROLES.items()}

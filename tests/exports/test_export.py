@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import normalizers
+from tokenizers import AddedToken, normalizers
 from typer.testing import CliRunner
 
 import clearhead as ch
@@ -326,6 +326,12 @@ def test_rules_that_llama_cpp_has_not() -> None:
         ):
             vocabulary(Tokenizer(core, {"unk": 0}), len(pieces))
     core = byte_level_bpe({"a": 0, "b": 1, "ab": 2}, [("a", "b")], "gpt-2")
+    vocabulary(Tokenizer(core, {}), 3)
+    for flag in ("single_word", "lstrip", "rstrip"):
+        other = byte_level_bpe({"a": 0, "b": 1, "ab": 2}, [("a", "b")], "gpt-2")
+        other.add_tokens([AddedToken("<x>", **{flag: True})])
+        with pytest.raises(CheckpointError, match=rf"no place for the rules of an added token; '<x>' has {flag}"):
+            vocabulary(Tokenizer(other, {}), 4)
     core.model.ignore_merges = True  # type: ignore[attr-defined]
     with pytest.raises(
         CheckpointError, match=r"as gpt-2 does, llama.cpp has ignore_merges=False .* ignore_merges=True"
