@@ -247,13 +247,21 @@ UNAPPLIED: dict[str, tuple[tuple[Any, ...], str]] = {
     "encoder_no_repeat_ngram_size": ((0,), ""),
     "exponential_decay_length_penalty": ((), ""),
     "renormalize_logits": ((False,), ""),
+    "min_length": ((0,), ""),
+    "min_new_tokens": ((0,), "min_new_tokens"),
+    "bad_words_ids": ((), ""),
+    "sequence_bias": ((), ""),
+    "guidance_scale": ((1, 1.0), ""),
 }
 
 
 def warn_of_unapplied(fields: Mapping[str, Any]) -> None:
     """Say which wishes of the checkpoint about its texts are not applied by themselves, and which option applies each."""
+    words: Any = fields.get("bad_words_ids")
+    several = [word for word in words if isinstance(word, list) and len(word) > 1] if isinstance(words, list) else []
+    wishes = {**fields, "bad_words_ids": several or None}  # words of one token are applied
     for name, (neutral, option) in UNAPPLIED.items():
-        value = fields.get(name)
+        value = wishes.get(name)
         if value is not None and value not in neutral:
             advice = f"pass {option}={value!r} for it" if option else "there is no option for it"
             warnings.warn(
@@ -274,12 +282,12 @@ def read_generation(config: Mapping[str, Any], generation: Mapping[str, Any]) ->
         value = get(name)
         if isinstance(value, list):
             value = value[0] if value else None
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
+        return value if _is_id(value) else None
 
     def several(name: str) -> tuple[int, ...]:
         value = get(name)
         values = value if isinstance(value, list) else [value]
-        return tuple(v for v in values if isinstance(v, int) and not isinstance(v, bool))
+        return tuple(v for v in values if _is_id(v))
 
     return Generation(
         bos=whole("bos_token_id"),
@@ -294,6 +302,11 @@ def read_generation(config: Mapping[str, Any], generation: Mapping[str, Any]) ->
         begin_suppress=several("begin_suppress_tokens"),
         alignment_heads=_read_heads(get("alignment_heads")),
     )
+
+
+def _is_id(value: Any) -> bool:
+    """Whether this is a token. Some files write -1 where they mean none."""
+    return type(value) is int and value >= 0
 
 
 def _read_forced(pairs: Any) -> tuple[int | None, ...]:
@@ -317,4 +330,4 @@ def _read_heads(pairs: Any) -> tuple[tuple[int, int], ...]:
 def _read_bad_words(words: Any) -> tuple[int, ...]:
     """Marian's list of forbidden words, as far as they are one token, such as [[pad]]."""
     listed: list[Any] = words if isinstance(words, list) else []
-    return tuple(word[0] for word in listed if isinstance(word, list) and len(word) == 1 and type(word[0]) is int)
+    return tuple(word[0] for word in listed if isinstance(word, list) and len(word) == 1 and _is_id(word[0]))

@@ -254,7 +254,7 @@ def open_weights(folder: Path) -> Weights:
             continue
         if single.endswith(".safetensors"):
             return SafeTensors(files)
-        return MemoryWeights({name: tensor for file in files for name, tensor in _state_dict(file).items()})
+        return MemoryWeights(_joined(files))
     raise CheckpointError(
         f"{folder} holds no weights: no model.safetensors, no pytorch_model.bin, and no index of either; is the path right?"
     )
@@ -291,6 +291,17 @@ def _shards(index: Path) -> list[Path]:
             f"{index.name} names {len(names)} files, and {missing[:5]} are not there; fetch them again"
         )
     return [index.parent / name for name in names]
+
+
+def _joined(files: Iterable[Path]) -> dict[str, Tensor]:
+    """The tensors of several torch files; a name may be in one of them only."""
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        state = _state_dict(file)
+        if twice := tensors.keys() & state.keys():
+            raise CheckpointError(f"{min(twice)!r} is in {file.name} and in a file before it; fetch the files again")
+        tensors |= state
+    return tensors
 
 
 def _state_dict(file: Path) -> dict[str, Tensor]:

@@ -52,7 +52,12 @@ def _byte_level(meta: dict[str, Any]) -> Any:
     vocab = {token: id for id, token in enumerate(tokens)}
     if len(vocab) < len(tokens):
         raise ValueError(f"{len(tokens)} tokens, of which only {len(vocab)} differ")
-    core = parts.byte_level_bpe(vocab, merges, meta.get("tokenizer.ggml.pre", "gpt-2"))
+    if "tokenizer.ggml.pre" not in meta:
+        raise ValueError(
+            "tokenizer.ggml.pre is missing, as in files from before May 2024: how the model's own tokenizer cuts words is unknown; "
+            "convert the model again"
+        )
+    core = parts.byte_level_bpe(vocab, merges, meta["tokenizer.ggml.pre"])
     types = list(zip(tokens, meta.get("tokenizer.ggml.token_type", ()), strict=False))
     parts.add_special(core, [token for token, type in types if type in (UNKNOWN, CONTROL)])
     core.add_tokens([AddedToken(token, normalized=False) for token, type in types if type == USER_DEFINED])

@@ -18,6 +18,8 @@ from clearhead.errors import CheckpointError, InputError, MissingExtraError
 
 MAX_PIXELS = 89_478_485  # of a file: Pillow's limit, 270 MB when decoded
 MAX_RATIO = 100  # of its sides, where the shorter one is resized and the longer one follows
+# Steps of other models' preprocessor_config.json. They change the picture, and are off where they are not named.
+OTHER_STEPS = ("do_flip_channel_order", "do_pad", "do_thumbnail", "do_align_long_axis", "rescale_offset", "crop_pct")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,12 @@ def read_preprocessing(folder: Path, image_size: int) -> ImagePreprocessing:
         return ImagePreprocessing(size=(image_size, image_size))
     try:
         fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        for name in OTHER_STEPS:
+            if fields.get(name):
+                raise CheckpointError(
+                    f"{file.name}'s {name}={fields[name]!r:.60} is a step that is not supported; prepare the pictures by it, and "
+                    f"delete the field"
+                )
         scale = fields.get("rescale_factor", 1 / 255) if fields.get("do_rescale", True) else 1.0
         normalize = fields.get("do_normalize", True)
         return ImagePreprocessing(
@@ -92,7 +100,7 @@ def read_image(
             with Image.open(source) as opened:
                 _resized(name, opened.size, preprocessing.size)  # refuses by the header, before anything is decoded
                 # Phones store a photo as the sensor read it, and beside it how to turn it upright.
-                image = ImageOps.exif_transpose(opened).convert("L" if n_channels == 1 else "RGB")
+                image = _in_8_bits(name, ImageOps.exif_transpose(opened)).convert("L" if n_channels == 1 else "RGB")
                 size = _resized(name, image.size, preprocessing.size)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         # Pillow's own words for it name a Python object.
@@ -104,6 +112,19 @@ def read_image(
         image = _crop_middle(image, preprocessing.crop)
     x = np.array(image, dtype=np.uint8)
     return x[None] if x.ndim == 2 else np.ascontiguousarray(np.moveaxis(x, -1, 0))
+
+
+def _in_8_bits(name: object, image: Any) -> Any:
+    """Grey of 16 bits as 8 bits. Pillow's own conversion would cut it off at 255, which is nearly black of 65,535."""
+    from PIL import Image  # pyright: ignore[reportMissingImports]
+
+    if image.mode in ("I", "F"):
+        raise InputError(
+            f"{name} has numbers of 32 bits, and no file says which of them is white; convert it to grey of 8 or 16 bits"
+        )
+    if not image.mode.startswith("I;16"):
+        return image
+    return Image.fromarray(((np.asarray(image).astype(np.uint32) + 128) // 257).astype(np.uint8))
 
 
 def _resized(name: object, size: tuple[int, int], wanted: tuple[int, int] | int | None) -> tuple[int, int] | None:

@@ -53,6 +53,8 @@ def read_tokenizer_json(path: Path) -> Tokenizer:
     with parts.parse_errors(path, "a tokenizer.json"):
         core = tokenizers.Tokenizer.from_str(parts.read_bytes(path).decode())
         parts.apply_config(core, path.parent)
+        parts.add_listed(core, path.parent, missing=True)
+        parts.check_named(core, path.parent)
         # Some broken files fail only at their first use.
         core.encode("a b")
     return parts.finish(core, path.parent)

@@ -171,21 +171,48 @@ def add_special(core: tokenizers.Tokenizer, tokens: Iterable[str | None]) -> Non
     core.add_special_tokens([token for token in tokens if token and core.token_to_id(token) is not None])
 
 
-def add_listed(core: tokenizers.Tokenizer, folder: Path) -> None:
-    """Add the tokens that added_tokens.json or tokenizer_config.json list, each at its id."""
+def add_listed(core: tokenizers.Tokenizer, folder: Path, *, missing: bool = False) -> None:
+    """Add the tokens that added_tokens.json or tokenizer_config.json list, each at its id.
+
+    `missing`: only those that the vocabulary lacks. tokenizer.json decides about the others, as in transformers; and where
+    tokenizer_config.json has a list, added_tokens.json is an old one.
+    """
     listed: dict[int, AddedToken] = {}
     with parse_errors(folder, "a list of added tokens"):
-        for content, id in read_json(folder / "added_tokens.json").items():
+        newer = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
+        older = {} if missing and newer else read_json(folder / "added_tokens.json")
+        for content, id in older.items():
             listed[int(id)] = AddedToken(content, normalized=False, special=True)
-        for id, entry in read_json(folder / "tokenizer_config.json").get("added_tokens_decoder", {}).items():
+        for id, entry in newer.items():
             flags = {flag: bool(entry.get(flag)) for flag in ("single_word", "lstrip", "rstrip", "special")}
             listed[int(id)] = AddedToken(entry["content"], normalized=bool(entry.get("normalized")), **flags)
+        if missing:
+            listed = {id: token for id, token in listed.items() if core.token_to_id(token.content) is None}
         core.add_tokens([listed[id] for id in sorted(listed)])
         for id, token in listed.items():
             if core.token_to_id(token.content) != id:
                 raise ValueError(
                     f"{token.content!r} is listed at {id} but belongs at {core.token_to_id(token.content)}"
                 )
+
+
+def check_named(core: tokenizers.Tokenizer, folder: Path) -> None:
+    """Refuse special tokens without an id that the vocabulary lacks (transformers adds them), and those that are read as text."""
+    config = read_json(folder / "tokenizer_config.json")
+    named = {**read_json(folder / "special_tokens_map.json"), **config}
+    for field in ("additional_special_tokens", "extra_special_tokens"):
+        tokens: Any = named.get(field)
+        for token in map(_content, tokens if isinstance(tokens, list) else ()):
+            if token is not None and core.token_to_id(token) is None:
+                raise CheckpointError(
+                    f"{field} beside tokenizer.json names {token!r}, which tokenizer.json does not have: a text with it would be "
+                    f"cut into other tokens; add it to tokenizer.json with its id, or delete it from {field}"
+                )
+    if config.get("split_special_tokens"):
+        raise CheckpointError(
+            "tokenizer_config.json's split_special_tokens=true reads special tokens in a text as text, which is not supported; "
+            "supported: false"
+        )
 
 
 def surround(core: tokenizers.Tokenizer, before: Sequence[str | None], after: Sequence[str | None]) -> None:

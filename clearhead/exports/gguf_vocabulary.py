@@ -29,6 +29,12 @@ def vocabulary(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
         raise CheckpointError(
             f"GGUF is written with BPE tokenizers; this model's is of the type {model['type']!r}; export to hf or onnx"
         )
+    for token in core["added_tokens"]:
+        if flags := [flag for flag in ("single_word", "lstrip", "rstrip") if token[flag]]:
+            raise CheckpointError(
+                f"llama.cpp has no place for the rules of an added token; {token['content']!r} has {' and '.join(flags)}; "
+                f"export to hf or onnx"
+            )
     own = sentencepiece(core) if model.get("byte_fallback") else byte_level(core)
     before, after = surroundings(tokenizer)
     ids = {name: getattr(tokenizer, role) for role, name in ROLES.items()}
@@ -49,6 +55,11 @@ def byte_level(core: dict[str, Any]) -> dict[str, Any]:
     for words in WORDS:
         known = json.loads(byte_level_bpe({}, [], words).to_str())
         if known["normalizer"] == core["normalizer"] and plain(known["pre_tokenizer"]) == plain(core["pre_tokenizer"]):
+            if (ignores := bool(core["model"].get("ignore_merges"))) != known["model"]["ignore_merges"]:
+                raise CheckpointError(
+                    f"with words cut as {words} does, llama.cpp has ignore_merges={not ignores} (whether a word of the vocabulary "
+                    f"is one token without merges); this tokenizer has ignore_merges={ignores}; export to hf or onnx"
+                )
             return {"ggml.model": "gpt2", "ggml.pre": words, "ggml.merges": merges}
     raise CheckpointError(
         f"GGUF is written with BPE tokenizers that cut words as {', '.join(WORDS)} do; this one cuts by "
@@ -69,6 +80,14 @@ def plain(rule: Any) -> Any:
 
 
 def sentencepiece(core: dict[str, Any]) -> dict[str, Any]:
+    normal = core["normalizer"] or {"type": "Sequence", "normalizers": []}
+    for step in normal["normalizers"] if normal["type"] == "Sequence" else [normal]:
+        # llama.cpp marks spaces, and changes no other letter of a text (NFKC, lower case).
+        if step["type"] != "Prepend" and not (step["type"] == "Replace" and step["pattern"] == {"String": " "}):
+            raise CheckpointError(
+                f"llama.cpp changes nothing in a text but its spaces; this tokenizer has the normalizer "
+                f"{json.dumps(step):.120}; export to hf or onnx"
+            )
     rules = json.dumps([core["normalizer"], core["pre_tokenizer"]])
     prefix = any(words in rules for words in ('"Prepend"', '"prepend_scheme": "first"', '"prepend_scheme": "always"'))
     return {"ggml.model": "llama", "ggml.add_space_prefix": prefix}

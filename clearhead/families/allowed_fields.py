@@ -26,6 +26,7 @@ GENERATION = fields(
     "diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size",
     "encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate",
     "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens renormalize_logits",
+    "sequence_bias guidance_scale",
 )
 
 # Names, versions, training, storage, forms of the output: no value of these changes what a model computes.

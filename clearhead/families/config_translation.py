@@ -52,6 +52,14 @@ def take(theirs: Mapping[str, Any], field: str, default: Any = None) -> Any:
     return default if value is None else value
 
 
+def take_layers(theirs: Mapping[str, Any], field: str, default: int | None = None) -> int:
+    """A number of layers. 0 is refused: our config would take it for "as many as the encoder has"."""
+    layers = take(theirs, field, default)
+    if layers == 0:
+        raise CheckpointError(f"config.json's {field}=0 is a model without these layers; supported are 1 or more")
+    return layers
+
+
 BERT_SIZES = fields(
     "hidden_size num_hidden_layers num_attention_heads intermediate_size layer_norm_eps hidden_dropout_prob",
     "attention_probs_dropout_prob",
@@ -94,7 +102,7 @@ def read_bart_sizes(theirs: Mapping[str, Any]) -> dict[str, Any]:
     return dict(
         d_model=take(theirs, "d_model"),
         n_layers=take(theirs, "encoder_layers"),
-        n_decoder_layers=take(theirs, "decoder_layers"),
+        n_decoder_layers=take_layers(theirs, "decoder_layers"),
         n_heads=same(theirs, "encoder_attention_heads", "decoder_attention_heads"),
         d_ff=same(theirs, "encoder_ffn_dim", "decoder_ffn_dim"),
         feedforward=activation(theirs, "activation_function"),
@@ -210,8 +218,8 @@ def write_pooling(config: Config) -> dict[str, Any]:
 
 def same(theirs: Mapping[str, Any], *names: str) -> Any:
     """The value of several fields that must be equal, because we have one field for all of them."""
-    values = [theirs[name] for name in names if theirs.get(name) is not None]
-    if not values or any(value != values[0] for value in values):
+    values = [theirs.get(name) for name in names]
+    if None in values or any(value != values[0] for value in values):
         raise CheckpointError(
             f"config.json has {', '.join(f'{n}={theirs.get(n)!r}' for n in names)}; they must be there and equal"
         )

@@ -12,7 +12,7 @@ from clearhead.config import Config
 from clearhead.errors import CheckpointError
 from clearhead.families import llama
 from clearhead.families.allowed_fields import refuse
-from clearhead.families.config_translation import Keys, NameRow, refuse_to_write
+from clearhead.families.config_translation import Keys, NameRow, refuse_to_write, take
 
 BASE: dict[str, Any] = {**llama.BASE, "qk_norm": True}
 
@@ -41,6 +41,11 @@ def read(theirs: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
     kind, two_way = theirs["model_type"], theirs.get("is_causal") is False
     known = llama.FIELDS | {"is_causal"} | ({"layer_types"} if kind == "qwen3" else set())
     refuse(theirs, known, mlp_bias=(None, False), rope_interleaved=(None, False), use_mrope=(None, False))
+    if kind != "qwen3":  # where these fields are missing, transformers has other numbers than for LLaMA
+        take(theirs, "rms_norm_eps")
+    if kind == "apertus":
+        rope = theirs.get("rope_scaling") or take(theirs, "rope_parameters")
+        take({**theirs, **rope}, "rope_theta")
     qk_norm, gated = next(differences for differences, name in KINDS.items() if name == kind)
     found = dict(llama.read_sizes(theirs, keys), qk_norm=qk_norm, gated=gated)
     if not two_way:

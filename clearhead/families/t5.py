@@ -18,6 +18,7 @@ from clearhead.families.config_translation import (
     pooling,
     refuse_to_write,
     take,
+    take_layers,
     write_activation,
     write_pooling,
 )
@@ -87,7 +88,8 @@ def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
         )
     if "T5Model" in kinds:
         raise CheckpointError("config.json's architectures=['T5Model'] is a T5 without its head; load the whole model")
-    return dict(found, n_decoder_layers=theirs.get("num_decoder_layers") or 0, **_read_head(theirs, keys))
+    n_decoder_layers = take_layers(theirs, "num_decoder_layers", found["n_layers"])
+    return dict(found, n_decoder_layers=n_decoder_layers, **_read_head(theirs, keys))
 
 
 def _read_feedforward(theirs: Mapping[str, Any]) -> dict[str, Any]:

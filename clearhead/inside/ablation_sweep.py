@@ -117,6 +117,11 @@ def sweep(
     `progress` is called after each attention.
     """
     wanted = attentions_of(model, sites)
+    if options.get("cache") is not None:
+        raise InputError(
+            "a sweep computes blocks anew, without the tokens that a cache holds; got cache=...; give the whole text, and "
+            "ignore= where no loss is to be measured"
+        )
     with eval_mode(model), uncompiled(model):
         record = _ForwardRecord.of(model, inputs, options)
         score = TargetLoss(model, targets, ignore, options.get("mask"))

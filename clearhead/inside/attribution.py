@@ -93,7 +93,7 @@ def _parts(model: Model, seen: Seen, steps: tuple[str, ...], pull: Float[Tensor,
         for step in steps:
             attention = block.attention if step == "attention" else block.cross
             assert isinstance(attention, MultiHeadAttention)
-            back = (pull @ _dense(attention.o_proj.weight).to(pull)).unflatten(-1, (-1, attention.d_head))
+            back = (pull @ _dense(attention.o_proj).to(pull)).unflatten(-1, (-1, attention.d_head))
             heads = (seen[f"{name}.{step}.out"].to(pull).transpose(1, 2) * back).sum(-1)  # (B, T, H)
             parts |= {f"{name}.{step}.{head}": heads[..., head] for head in range(heads.shape[-1])}
             if attention.o_proj.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
@@ -134,10 +134,13 @@ def _through_norm(norm: nn.Module, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor
     return u, (0 * u).sum(-1)
 
 
-def _dense(weight: Tensor | Packed) -> Tensor:
+def _dense(linear: nn.Module) -> Tensor:
+    """A module's matrix, dequantised if it is packed; with what LoRA adds to it in training."""
+    weight: Any = linear.weight
     if isinstance(weight, Packed):
-        return weight.product(torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device), None).T
-    return weight
+        weight = weight.product(torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device), None).T
+    lora: Any = linear
+    return weight + lora.lora_scale * (lora.lora_b @ lora.lora_a) if hasattr(linear, "lora_a") else weight
 
 
 def saliency(

@@ -100,8 +100,9 @@ class HeadScoreSums:
             self._sum("previous", _at(weights, before), later)
             self._sum("first", _at(weights, first[:, None].expand(B, t)), later)
         if self.ids is not None:
-            # Key s follows an earlier occurrence of query t's token: ids[s - 1] = ids[t], s < t.
-            before = F.pad(self.ids, (1, 0), value=-1)[:, :S]
+            # Key s follows an earlier occurrence of query t's token: ids[s - 1] = ids[t], s < t. Padding occurs nowhere.
+            ids = self.ids if self.real is None else self.ids.masked_fill(~self.real, -1)
+            before = F.pad(ids, (1, 0), value=-1)[:, :S]
             after = (before[:, None] == self.ids[:, start : start + t, None]) & (keys < at[:, None])
             self._sum("induction", _picked(weights, after), real & after.any(-1))
         if self.aligned is not None:

@@ -65,6 +65,7 @@ class Intervention:
     positions: Positions = None
     unit: Heads = None
     source: Seen | None = None  # where values are taken from: only sites recorded there are changed
+    takes_any_rows: bool = False  # whether `source` may hold some rows only: a mean has no places
 
     def apply(self, x: Tensor, call: SiteCall) -> Tensor:
         changed = self.change(x, call).to(x.dtype)
@@ -134,7 +135,7 @@ def mean(
 ) -> Intervention:
     """Replace by the mean over the rows and real tokens of this call, or `of` another run: a tensor, or what a probe recorded.
 
-    With a cache a call has one token; give `of` there.
+    With a cache a call has one token; give `of` there. Of another run all tokens count, also padding: probe it without.
     """
 
     def change(x: Tensor, call: SiteCall) -> Tensor:
@@ -144,7 +145,14 @@ def mean(
         return (x * real).sum((0, -2), keepdim=True) / real.sum((0, -2), keepdim=True)
 
     return Intervention(
-        pattern=site, change=change, head=head, batch=batch, positions=positions, unit=unit, source=_source(of)
+        pattern=site,
+        change=change,
+        head=head,
+        batch=batch,
+        positions=positions,
+        unit=unit,
+        source=_source(of),
+        takes_any_rows=True,
     )
 
 
@@ -225,6 +233,8 @@ def _plan(model: nn.Module, interventions: Sequence[Intervention]) -> Plan:
                 continue
             if one.head is not None and not {"H", "K"} & set(known[site]):
                 raise InputError(f"{site!r} {known[site]} has no heads, but got head={one.head!r}; leave it out")
+            if one.source is not None:
+                _check_whole(one.source, site, one)
             plan[site].append(one)
         if one.source is not None and not any(one in changes for changes in plan.values()):
             raise InputError(
@@ -232,6 +242,22 @@ def _plan(model: nn.Module, interventions: Sequence[Intervention]) -> Plan:
                 f"probe it there: probe(model, {one.pattern!r})"
             )
     return dict(plan)
+
+
+def _check_whole(source: Seen, site: str, one: Intervention) -> None:
+    """Refuse what a probe kept of some heads or rows only, where it would be put at other ones."""
+    kept = source.heads_at(site)
+    wanted = (one.head,) if isinstance(one.head, int) else tuple(one.head or ())
+    if source.head is not None and kept and wanted != kept:
+        raise InputError(
+            f"of {site!r} the probe kept head={source.head!r} only, which are not the heads to change (head={one.head!r}); "
+            f"name the same head, or probe all"
+        )
+    if source.kept != ALL and not one.takes_any_rows and not site.endswith((".k", ".v")):  # of these all rows are kept
+        raise InputError(
+            f"of {site!r} the probe kept rows={source.kept} only, whose places in the text a change does not know; probe all rows, "
+            f"or give a tensor: seen[{site!r}]"
+        )
 
 
 class _BlockHooks:

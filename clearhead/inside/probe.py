@@ -91,6 +91,12 @@ class Seen:
         self.tensors: dict[str, Tensor] = {}
         self.sites: list[str] = []
 
+    def heads_at(self, site: str) -> tuple[int, ...]:
+        """The heads that were kept of a site, at k and v key heads; () where it has none."""
+        given = self.attention.get(site.rpartition(".")[0])
+        is_map = given is not None and site not in self.tensors
+        return given.heads if is_map else self.heads.get(site, ())
+
     def __getitem__(self, site: str) -> Tensor:
         return self.rows(site)
 

@@ -123,11 +123,13 @@ def check_cached(subject: Subject) -> Finding:
     if isinstance(model, Encoder):
         raise Skip("an encoder has no cache")
     target, T = subject.target, subject.target.shape[1]
+    if T < 3:
+        raise Skip(f"a text of {T} tokens has no parts to compare; give a larger --length")
     cache = model.new_cache(batch=ROWS, max_len=T)
     half = T // 2
     sizes = [size for size in (half, 1, 1, T - half - 2) if size > 0]
     parts: list[Trace] = []
-    for number, piece in enumerate(target.split(sizes, 1) if sum(sizes) == T else [target]):
+    for number, piece in enumerate(target.split(sizes, 1)):
         source = subject.source if number == 0 else (None,) * len(subject.source)
         parts.append(trace(model, *source, piece, cache=cache))
     joined = {name: torch.cat([part[name] for part in parts], 1) for name in parts[-1]}
@@ -142,6 +144,8 @@ def check_future(subject: Subject) -> Finding:
     model, law = subject.model, "no future token changes a past logit"
     if isinstance(model, Encoder):
         raise Skip("an encoder sees both ways")
+    if subject.target.shape[1] < 2:
+        raise Skip("a text of one token has no future; give a larger --length")
     leak, unread = find_leak(lambda target: model(*subject.source, target), subject.target, model.config.vocab_size)
     if unread is not None:
         return Finding(

@@ -92,6 +92,7 @@ class LogitsProcessor:
         biases = {**strategy.logit_bias, **dict.fromkeys(strategy.suppress, -math.inf)}
         check_ids(self.ends, vocab_size, "eos")
         check_ids(list(biases), vocab_size, "logit_bias or suppress")
+        check_ids((*rules.suppress, *rules.begin_suppress), vocab_size, "the checkpoint's suppress or begin_suppress")
 
         def forbid(ids: Sequence[int]) -> Tensor | None:
             return bias_vector(dict.fromkeys(ids, -math.inf), vocab_size, device) if ids else None

@@ -15,6 +15,20 @@ from clearhead.checkpoint.tensor_names import Match
 from clearhead.errors import CheckpointError
 
 
+def test_minus_one_is_no_token() -> None:
+    """As an index it would be the vocabulary's last one."""
+    roles = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"), -1)
+    lists = dict(suppress_tokens=[-1, 7], begin_suppress_tokens=[-1], bad_words_ids=[[-1], [9]])
+    for fields in (
+        roles | lists,
+        {name: value if isinstance(value, list) else [value] for name, value in roles.items()},
+    ):
+        found = read_generation({}, fields)
+        assert (found.bos, found.eos, found.pad, found.decoder_start) == (None, (), None, None)
+        assert found.begin_suppress == ()
+        assert found.suppress == ((7, 9) if "suppress_tokens" in fields else ())
+
+
 def test_generation_fields_of_whisper() -> None:
     theirs = {"alignment_heads": [[1, 0], [2, 3]], "forced_decoder_ids": [[1, 7], [2, None], [3, 9], [5, 4]]}
     found = read_generation({"bos_token_id": [5, 6], "eos_token_id": [8, 9], "pad_token_id": []}, theirs)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import zlib
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from clearhead.data import Findings, Policy, Store, find_images, prepare_arrays, prepare_images
-from clearhead.data.images import ImagePreprocessing, load_image, read_image
-from clearhead.errors import InputError
+from clearhead.data.images import OTHER_STEPS, ImagePreprocessing, load_image, read_image, read_preprocessing
+from clearhead.errors import CheckpointError, InputError
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -114,6 +116,36 @@ def test_arrays(tmp_path: Path) -> None:
     assert again.info["fingerprint"] == store.info["fingerprint"]
     with pytest.raises(InputError, match="5 pictures have 2 labels"):
         prepare_arrays(tmp_path / "s", pictures, ["1", "2"])
+
+
+@pytest.mark.parametrize("step", OTHER_STEPS)
+def test_steps_of_other_models_are_refused(tmp_path: Path, step: str) -> None:
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps({"size": 7, "do_convert_rgb": None, step: None}))
+    assert read_preprocessing(tmp_path, 11) == ImagePreprocessing(size=(7, 7))
+    file.write_text(json.dumps({"size": 7, step: 0.9}))
+    with pytest.raises(
+        CheckpointError, match=rf"preprocessor_config.json's {step}=0.9 is a step that is not supported"
+    ):
+        read_preprocessing(tmp_path, 11)
+
+
+@pytest.mark.parametrize("name", ["x.png", "x.tif"])
+@pytest.mark.parametrize("n_channels", [1, 3])
+def test_grey_of_16_bits(tmp_path: Path, name: str, n_channels: int) -> None:
+    """Pillow alone would make 255 of everything above it: a white picture."""
+    grey = np.arange(256, dtype=np.uint8).reshape(8, 32)
+    Image.fromarray(grey.astype(np.uint16) * 257).save(tmp_path / name)
+    found = read_image(tmp_path / name, ImagePreprocessing(size=None), n_channels=n_channels)
+    assert np.array_equal(found, np.broadcast_to(grey, (n_channels, 8, 32)))
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.float32])
+def test_numbers_of_32_bits_are_refused(tmp_path: Path, kind: Any) -> None:
+    """Their white may be 1, 255 or 65,535."""
+    Image.fromarray(np.ones((8, 8), dtype=kind)).save(tmp_path / "x.tif")
+    with pytest.raises(InputError, match=r"numbers of 32 bits, .* which of them is white; convert it"):
+        read_image(tmp_path / "x.tif", ImagePreprocessing(size=None))
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -98,3 +98,46 @@ def test_a_space_that_the_rules_can_not_make_is_refused(tmp_path: Path) -> None:
     load_tokenizer(written(tmp_path, core, "gpt2", tokenizer_class="GPT2Tokenizer", add_prefix_space=False))
     with pytest.raises(CheckpointError, match=r"add_prefix_space=True does not fit .* Sequence"):
         load_tokenizer(written(tmp_path, core, "gpt2", tokenizer_class="GPT2Tokenizer", add_prefix_space=True))
+
+
+NEW = dict(content="<|new|>", lstrip=False, rstrip=False, normalized=False, single_word=False, special=True)
+
+
+def small() -> tokenizers.Tokenizer:
+    return parts.byte_level_bpe({letter: id for id, letter in enumerate(parts.byte_alphabet())}, [])
+
+
+@pytest.mark.parametrize(
+    ("config", "side_files"),
+    [
+        (dict(added_tokens_decoder={"256": NEW, "257": {**NEW, "content": "<|b|>", "lstrip": True}}), {}),
+        ({}, {"added_tokens.json": {"<|new|>": 256}}),
+        (dict(added_tokens_decoder={"256": NEW}), {"added_tokens.json": {"<|old|>": 256}}),  # the newer list holds
+        (dict(added_tokens_decoder={"300": {**NEW, "content": "a"}}), {}),  # as does tokenizer.json's own id
+    ],
+    ids=str,
+)
+def test_tokens_that_only_the_config_lists(
+    tmp_path: Path, config: dict[str, Any], side_files: dict[str, dict[str, int]]
+) -> None:
+    folder = written(tmp_path, small(), "llama", tokenizer_class="PreTrainedTokenizerFast", **config)
+    for name, content in side_files.items():
+        (folder / name).write_text(json.dumps(content))
+    ids = assert_as_transformers(folder, "x<|new|>y <|b|> <|old|>")
+    assert (256 in ids) == ("300" not in str(config))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (dict(added_tokens_decoder={"300": NEW}), r"'<\|new\|>' is listed at 300 but belongs at 256"),
+        (dict(additional_special_tokens=["<|new|>"]), r"names '<\|new\|>', which tokenizer.json does not have"),
+        (dict(extra_special_tokens=[NEW]), r"extra_special_tokens .* names '<\|new\|>'"),
+        (dict(split_special_tokens=True), "split_special_tokens=true"),
+    ],
+    ids=str,
+)
+def test_tokens_whose_id_nobody_says_are_refused(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+    load_tokenizer(written(tmp_path, small(), "llama", additional_special_tokens=["a"], split_special_tokens=False))
+    with pytest.raises(CheckpointError, match=words):
+        load_tokenizer(written(tmp_path, small(), "llama", **config))

@@ -286,6 +286,9 @@ def test_gguf_of_another_kind(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "b.gguf", tokenizer_model="gpt2", pre="smolm", tokens=["a"], merges=["a a"])
     with pytest.raises(CheckpointError, match=r"'smolm'.*did you mean 'smollm'"):
         load_tokenizer(path)
+    path = write_gguf(tmp_path / "c.gguf", tokenizer_model="gpt2", tokens=["a"], merges=["a a"])
+    with pytest.raises(CheckpointError, match=r"tokenizer.ggml.pre is missing.*convert the model again"):
+        load_tokenizer(path)
 
 
 # ---- missing files

@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import AddedToken, normalizers
 from typer.testing import CliRunner
 
 import clearhead as ch
 from clearhead.cli import app
+from clearhead.data import Tokenizer
+from clearhead.data.sentencepiece import Piece, build_core
+from clearhead.data.tokenizer_parts import byte_level_bpe
 from clearhead.errors import CheckpointError, InputError, MissingExtraError
 from clearhead.exports import (
     TARGETS,
@@ -24,6 +28,7 @@ from clearhead.exports import (
     onnx_export,
     verification,
 )
+from clearhead.exports.gguf_vocabulary import vocabulary
 from clearhead.models import Model
 from clearhead.quantization.integer import quantize
 from tests.exports.models import TEXT, sound, tokenizer
@@ -302,6 +307,36 @@ def test_a_tokenizer_that_llama_cpp_has_not(tmp_path: Path) -> None:
             export(sound("llama"), tmp_path / "out", to="gguf", tokenizer=own)
         assert words in str(error.value)
     assert_empty(tmp_path)
+
+
+def test_rules_that_llama_cpp_has_not() -> None:
+    """It would leave them out without a word, and few texts show it."""
+    pieces = [
+        Piece("<unk>", 0, 2),
+        *(Piece(f"<0x{byte:02X}>", 0, 6) for byte in range(256)),
+        Piece("▁", -1),
+        Piece("a", -2),
+    ]
+    for wrong in (normalizers.NFKC(), normalizers.Lowercase(), normalizers.Replace("a", "b")):
+        core = build_core(pieces)
+        vocabulary(Tokenizer(core, {"unk": 0}), len(pieces))
+        core.normalizer = normalizers.Sequence([wrong, core.normalizer])
+        with pytest.raises(
+            CheckpointError, match=rf"changes nothing in a text but its spaces; .*{type(wrong).__name__}"
+        ):
+            vocabulary(Tokenizer(core, {"unk": 0}), len(pieces))
+    core = byte_level_bpe({"a": 0, "b": 1, "ab": 2}, [("a", "b")], "gpt-2")
+    vocabulary(Tokenizer(core, {}), 3)
+    for flag in ("single_word", "lstrip", "rstrip"):
+        other = byte_level_bpe({"a": 0, "b": 1, "ab": 2}, [("a", "b")], "gpt-2")
+        other.add_tokens([AddedToken("<x>", **{flag: True})])
+        with pytest.raises(CheckpointError, match=rf"no place for the rules of an added token; '<x>' has {flag}"):
+            vocabulary(Tokenizer(other, {}), 4)
+    core.model.ignore_merges = True  # type: ignore[attr-defined]
+    with pytest.raises(
+        CheckpointError, match=r"as gpt-2 does, llama.cpp has ignore_merges=False .* ignore_merges=True"
+    ):
+        vocabulary(Tokenizer(core, {}), 3)
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:

@@ -197,6 +197,11 @@ def test_lower_case_is_harmless_where_the_tokenizer_makes_it(tmp_path: Path) -> 
             "exponential_decay_length_penalty=.* there is no option for it",
         ),
         (dict(renormalize_logits=True), "renormalize_logits=True .* there is no option for it"),
+        (dict(min_length=5), "min_length=5 .* there is no option for it"),
+        (dict(min_new_tokens=5), "min_new_tokens=5 .* pass min_new_tokens=5 for it"),
+        (dict(bad_words_ids=[[3], [4, 5]]), r"bad_words_ids=\[\[4, 5\]\] .* there is no option for it"),
+        (dict(sequence_bias=[[[3], -1.0]]), "sequence_bias=.* there is no option for it"),
+        (dict(guidance_scale=1.5), "guidance_scale=1.5 .* there is no option for it"),
     ],
 )
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
@@ -205,6 +210,7 @@ def test_what_a_checkpoint_asks_of_its_texts_is_said(
 ) -> None:
     folder = saved(tiny(transformers.GPT2LMHeadModel, gpt2()), tmp_path)
     neutral = dict(num_beams=1, repetition_penalty=1.0, no_repeat_ngram_size=0, renormalize_logits=False)
+    neutral |= dict(min_length=0, bad_words_ids=[[3]])
     change(folder / file, **neutral)
     load(folder)  # warnings are errors here
     change(folder / file, **fields)

@@ -175,6 +175,20 @@ def test_torch_files_are_the_same_model(tmp_path: Path) -> None:
     assert_same_weights(load(folder), load(saved(model, tmp_path / "safe")))
 
 
+def test_a_name_in_two_torch_files_is_refused(tmp_path: Path) -> None:
+    """The second would replace the first, and nobody knows which of them the index means."""
+    state = gpt2().state_dict()
+    folder, names = saved(gpt2(), tmp_path), ["pytorch_model-1.bin", "pytorch_model-2.bin"]
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {name: names[at % 2] for at, name in enumerate(state)}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    for at, file in enumerate(names):
+        torch.save({name: x for n, (name, x) in enumerate(state.items()) if n % 2 == at}, folder / file)
+    load(folder)
+    torch.save({name: x for n, (name, x) in enumerate(state.items()) if n % 2 or n == 0}, folder / names[1])
+    assert "'transformer.wte.weight' is in pytorch_model-2.bin and in a file before it" in refusal(folder)
+
+
 def test_shards_are_the_same_model(tmp_path: Path) -> None:
     model = gpt2()
     whole = load(saved(model, tmp_path / "whole"))

@@ -175,6 +175,8 @@ def test_an_untied_head_unties_the_embeddings(tmp_path: Path) -> None:
     ("field", "value", "words"),
     [
         ("decoder_attention_heads", 11, "encoder_attention_heads=2, decoder_attention_heads=11"),
+        ("decoder_attention_heads", None, "encoder_attention_heads=2, decoder_attention_heads=None"),
+        ("decoder_layers", 0, "decoder_layers=0"),
         ("decoder_ffn_dim", 41, "encoder_ffn_dim=37, decoder_ffn_dim=41"),
         ("activation_function", "tanh", "activation_function='tanh'"),
         ("normalize_before", True, "normalize_before=True"),

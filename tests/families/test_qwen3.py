@@ -94,6 +94,11 @@ def test_attention_both_ways(kind: Any) -> None:
     [
         (ApertusConfig, dict(hidden_act="xielu"), "xielu"),
         (ApertusConfig, dict(layer_types=["sliding_attention"] * 2), "layer_types"),
+        # Where these are missing, transformers has 1e-5, and for Apertus another base and LLaMA 3's scaling.
+        (ApertusConfig, dict(rms_norm_eps=None), "no 'rms_norm_eps'"),
+        (ArceeConfig, dict(rms_norm_eps=None), "no 'rms_norm_eps'"),
+        (ApertusConfig, dict(rope_parameters=None), "no 'rope_parameters'"),
+        (ApertusConfig, dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=2.0)), "no 'rope_theta'"),
         (Qwen3Config, WINDOWED | dict(is_causal=False, layer_types=["sliding_attention"] * 2), "sliding_window=4"),
         (Qwen3Config, dict(rope_scaling=dict(rope_type="yarn", factor=2.0)), "yarn"),
         (Qwen3Config, dict(num_experts=8), "num_experts"),

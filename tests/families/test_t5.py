@@ -216,6 +216,7 @@ def test_a_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
         ("relative_attention_num_buckets", 7, "t5_buckets=7"),
         ("is_gated_act", "yes", "gated"),
         ("num_decoder_layers", 5, "decoder.blocks.2."),
+        ("num_decoder_layers", 0, "num_decoder_layers=0"),
     ],
 )
 def test_refused_fields(field: str, value: object, words: str, tmp_path: Path) -> None:

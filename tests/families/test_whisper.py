@@ -128,6 +128,7 @@ def test_generation_defaults(tmp_path: Path) -> None:
     assert load(saved(theirs, tmp_path)).generation == expected
 
 
+@pytest.mark.filterwarnings("ignore:the checkpoint asks for bad_words_ids")  # pairs are words of two tokens
 @pytest.mark.parametrize("pairs", [7, [7], [[1]], [["1", 7]], [[2, 7]], [[1, "de"]], [[10**12, 7]]], ids=str)
 def test_invalid_forced_ids(pairs: object, tmp_path: Path) -> None:
     saved(whisper(), tmp_path, forced_decoder_ids=pairs, bad_words_ids=pairs)
@@ -145,6 +146,8 @@ def test_sinusoids_stay_frozen(tmp_path: Path) -> None:
     ("field", "value", "words"),
     [
         ("decoder_attention_heads", 11, "encoder_attention_heads=2, decoder_attention_heads=11"),
+        ("decoder_attention_heads", None, "encoder_attention_heads=2, decoder_attention_heads=None"),
+        ("decoder_layers", 0, "decoder_layers=0"),
         ("encoder_ffn_dim", 41, "encoder_ffn_dim=41, decoder_ffn_dim=37"),
         ("activation_function", "tanh", "activation_function='tanh'"),
         ("scale_embedding", True, "scale_embedding=True"),

@@ -142,6 +142,9 @@ def test_what_can_not_be() -> None:
         sweep(model, *args, targets=right(model, args)[:, :5])
     with pytest.raises(ch.InputError, match=r"none of the 33 targets counts"):
         sweep(model, *args, targets=torch.full((3, 11), -100))
+    cache = model.new_cache(batch=3, max_len=11)
+    with pytest.raises(ch.InputError, match=r"without the tokens that a cache holds; .* give the whole text"):
+        sweep(model, *args, targets=right(model, args), cache=cache)
     bare = tiny("bert")
     with pytest.raises(ch.InputError, match="head='none'"):
         sweep(bare, *inputs(bare.config), targets=torch.zeros(3, 11, dtype=torch.int64))

@@ -19,6 +19,7 @@ from clearhead.inside import (
     saliency,
 )
 from clearhead.quantization.integer import quantize
+from clearhead.training.lora import add_lora
 from tests.inside.models import SCORED, SUMS, TOKENS
 
 
@@ -84,6 +85,19 @@ def test_parts_of_a_class_sum_over_a_mean_of_states() -> None:
     found = logit_attribution(model, *inputs(model.config), tokens=torch.tensor([0, 3, 6]))
     assert found.logit.shape == (3,)
     assert_same(found.total, found.logit)
+
+
+def test_parts_sum_with_lora() -> None:
+    """In training a module's matrix is not its weight alone."""
+    model = tiny("gpt2")
+    add_lora(model, rank=2, alpha=4.0, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("lora_b"):
+                weight.copy_(torch.randn(weight.shape, generator=generator))
+    found = logit_attribution(model, TOKENS)
+    assert_same(found.total, found.logit, within=1e-9)
 
 
 def test_what_is_no_sum_is_refused() -> None:

@@ -344,6 +344,31 @@ def test_a_run_that_did_not_see_the_site() -> None:
         changed(model, patch(OUT, seen))
 
 
+def test_what_a_probe_kept_of_a_part_is_not_put_elsewhere() -> None:
+    """One head's values would fit every head, and five rows the first five."""
+    model = tiny("gpt2")
+    args = inputs(model.config, seed=5)
+    with probe(model, OUT, "*.k") as whole:
+        plain(model, args)
+    with probe(model, OUT, head=2) as one:
+        plain(model, args)
+    assert torch.equal(changed(model, patch(OUT, one, head=2)), changed(model, patch(OUT, whole, head=2)))
+    for of in (patch(OUT, one), patch(OUT, one, head=1), mean(OUT, one), add(OUT, one, head=[1, 2])):
+        with pytest.raises(
+            ch.InputError, match=r"kept head=2 only, which are not the heads to change .*; name the same"
+        ):
+            changed(model, of)
+    for rows in (slice(3, 8), -1):
+        with probe(model, OUT, "*.k", rows=rows) as some:
+            plain(model, args)
+        for of in (patch(OUT, some), add(OUT, some)):
+            with pytest.raises(ch.InputError, match=r"kept rows=slice\(.*\) only, whose places .* do"):
+                changed(model, of)
+        kept = whole[OUT][..., some.kept, :].mean((0, -2), keepdim=True)
+        assert_same(changed(model, mean(OUT, some)), changed(model, patch(OUT, kept)))
+        assert torch.equal(changed(model, patch("*.k", some)), changed(model, patch("*.k", whole)))  # keys are all kept
+
+
 def test_a_change_that_no_call_passed() -> None:
     words = r"no call of the model passed 'blocks\.0\.residual', so nothing was changed"
     with pytest.raises(ch.InputError, match=words), intervene(tiny("gpt2"), zero(RESIDUAL)):

@@ -268,6 +268,19 @@ def test_a_token_that_is_not_read_is_noticed() -> None:
     assert "does not read it" in check(model, ["future"])["future"].reason
 
 
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_text_too_short_for_a_law_proves_nothing(length: int) -> None:
+    skip = LAWS.keys() - {"cached", "future"}
+    cached, future = [
+        each for each in check_model(sound("gpt2"), length=length, skip=skip) if "--skip" not in each.reason
+    ][2:]
+    assert (cached.outcome, cached.reason) == (
+        "skipped",
+        f"a text of {length} tokens has no parts to compare; give a larger --length",
+    )
+    assert future.outcome == ("skipped" if length == 1 else "pass")
+
+
 def test_wrong_options() -> None:
     with pytest.raises(InputError, match=r"no law 'cachd' to skip; did you mean 'cached'"):
         next(check_model(sound("gpt2"), skip=["cachd"]))

@@ -55,6 +55,15 @@ def test_in_place_says_the_same() -> None:
     assert torch.equal(processed[:4, 3], before[:4, 3] + 2.0)
 
 
+@pytest.mark.parametrize("field", ["suppress", "begin_suppress"])
+@pytest.mark.parametrize("id", [-1, 53])
+def test_a_checkpoints_rules_are_about_its_vocabulary(field: str, id: int) -> None:
+    model = ch.build(ch.preset("gpt2", n_layers=1, d_model=8, n_heads=2, vocab_size=53, max_len=8))
+    model.generation = ch.Generation(**{field: (id,)})  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=rf"suppress or begin_suppress holds ids from {id} to {id}; .* 0 \.\. 52"):
+        LogitsProcessor(model, None, Strategy())
+
+
 @given(seed=st.integers(0, 99), k=st.integers(1, 60))
 @settings(max_examples=20)
 def test_top_k(seed: int, k: int) -> None:
