@@ -850,6 +850,19 @@ def test_a_grammar_s_end_shows_all() -> None:
     assert (ticket.ids, ticket.reason) == ([5, 6, 7], "end")
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("lookup", [False, True])
+def test_a_grammar_s_end_comes_not_before_the_fewest_tokens(beams: int, lookup: bool) -> None:
+    """A text that its grammar completes too early fails; it is not a text of fewer tokens than asked for."""
+    model, lookup = model_of("llama"), lookup and beams == 1
+    only = Grammar.choice(["FGH"], tokenizer(), vocab_size=53, ends=ENDS)
+    ask: dict[str, Any] = dict(prompt=[5, 6, 7, 5, 6], grammar=only, beams=beams, lookup=lookup)
+    tickets = [alone(model, Request(**ask, strategy=Strategy(min_new_tokens=n), max_new_tokens=9)) for n in (3, 4)]
+    assert (tickets[0].ids, tickets[0].reason) == ([5, 6, 7], "end")
+    assert (tickets[1].reason, tickets[1].hypotheses) == ("failed", [])
+    assert "strategy or grammar that forbids every token" in str(tickets[1].error)
+
+
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_grammar_that_can_not_be_followed_fails_alone(beams: int) -> None:
     """Its strategy forbids the tokens that its grammar requires: it fails, and the other request continues."""
@@ -922,3 +935,11 @@ def test_processors_are_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch
     prepared = replace(same, processor=LogitsProcessor(model_of("llama"), None, same.strategy))
     assert cache.get(prepared) is prepared.processor
     assert cache.get(replace(prepared, eos=(3,))).ends == (3,), "one that was prepared for other settings is not used"
+
+
+def test_a_strategy_that_was_changed_in_place_is_prepared_anew() -> None:
+    cache, biases = ProcessorCache(model_of("llama")), {5: 9.0}
+    request = Request(prompt=[1], strategy=Strategy(logit_bias=biases))
+    assert cache.get(request).bias is not None
+    biases.clear()
+    assert cache.get(request).bias is None
