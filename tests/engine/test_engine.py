@@ -899,6 +899,24 @@ def test_no_token_is_taken_from_nan(dtype: torch.dtype, strategy: Strategy, plac
     assert_nothing_left(engine)
 
 
+@pytest.mark.parametrize("places", [slice(7, 8), slice(None)], ids=["one", "all"])
+def test_a_search_that_meets_nan_fails(places: slice) -> None:
+    """Also where texts have ended before: the search was not over, and nobody knows what it would have found."""
+    model = copy.deepcopy(model_of("llama", torch.float32))
+    engine = Engine(model, max_tokens=400)
+    more: dict[str, Any] = dict(beams=3, eos=None, length_penalty=2.0, early_stopping="never")
+    ticket = engine.submit(ask([5], 18, strategy=Strategy(logit_bias={ENDS[0]: 1.0}), **more))
+    engine.step()
+    (group,) = engine.beam_searcher.groups.values()
+    assert group.beams.finished[0]
+    with torch.no_grad():
+        model.head.weight[places] = math.nan
+    engine.run()
+    assert (ticket.reason, ticket.hypotheses) == ("failed", [])
+    assert "got NaN logits" in str(ticket.error)
+    assert_nothing_left(engine)
+
+
 def test_grammars_of_another_model() -> None:
     engine = Engine(model_of("llama"), max_tokens=400)
     with pytest.raises(
