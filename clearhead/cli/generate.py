@@ -47,7 +47,7 @@ def run(
         int | None,
         typer.Option("--max-new-tokens", "-n", min=1, help="The most tokens to write. Without: 128, or what fits."),
     ] = None,
-    min_new_tokens: Annotated[int, typer.Option(help="The fewest tokens to write.")] = 0,
+    min_new_tokens: Annotated[int, typer.Option(help="The fewest tokens to write, if no --stop comes before.")] = 0,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; 1 draws as the model says.")] = 0.8,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that sum to this.")] = 0.95,
     top_k: Annotated[int, typer.Option(help="Draw from this many of the likeliest tokens; 0: from all.")] = 0,

@@ -91,7 +91,8 @@ class OutputProcessor:
         if sequence.constraints and (constraint := sequence.constraints[0]) is not None:
             try:
                 constraint.push(id)
-                is_complete = constraint.is_done
+                # Complete too early, it fails at its next token, as a search does: nothing is left that may come.
+                is_complete = constraint.is_done and len(written) + 1 >= request.strategy.min_new_tokens
             except InputError:  # sampled where the grammar allowed nothing
                 self.fail(ticket)
                 return

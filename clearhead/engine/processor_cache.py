@@ -45,5 +45,5 @@ class ProcessorCache:
             self.kept[key] = found  # the newest
             while self.n_bytes > MAX_BYTES and len(self.kept) > 1:
                 self.n_bytes -= self.kept.popitem(last=False)[1].nbytes
-        self.last = found
+        self.last = found if is_fixed else None
         return found

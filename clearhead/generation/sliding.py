@@ -11,6 +11,7 @@ from typing import Any
 
 from clearhead.data.tokenizer import Tokenizer
 from clearhead.engine.request import Token
+from clearhead.errors import InputError
 from clearhead.generation.engines import make_engine
 from clearhead.generation.texts import StoppingStream, fit, follow, make_request
 from clearhead.models import Decoder
@@ -31,9 +32,16 @@ def slide(
     """Each new token with the text that is then certain, as `follow`, window after window, until there are `max_new_tokens`.
 
     `at_slide` is called before each window that does not hold the whole text, with the number of tokens that it starts with.
-    Penalties and n-grams that may not repeat count within a window. Window i is sampled with seed + i.
+    Penalties and n-grams that may not repeat count within a window. Window i is sampled with seed + i. A grammar is refused: each
+    window would start it anew.
     """
-    text, max_len = list(ids), model.config.max_len
+    if options.get("grammar") is not None:
+        raise InputError(
+            f"a text with a grammar can not slide: each window would start the grammar anew; got {options['grammar'].what}; "
+            f"leave it out, or use a model with more room than max_len={model.config.max_len}"
+        )
+    bos, max_len = model.generation.bos, model.config.max_len
+    text = list(ids) or ([] if bos is None else [bos])  # as a request has it; later windows keep it, too
     n_written, number = 0, 0
     while True:
         window = text if len(text) < max_len else fit(text, model, max_len // 2, "left")

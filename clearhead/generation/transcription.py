@@ -140,8 +140,8 @@ class Transcription:
         segments: list[Segment] = []
         n_frames = self.mel.shape[1]
         n_prompt, seek = len(self.read), 0
-        if n_frames:  # the first window tells the language, whatever its text is
-            yield lambda: self.scribe.find_language(self._window(0)[0])
+        # The first window tells the language, whatever its text is; of a sound of less than one frame, silence does.
+        yield lambda: self.scribe.find_language(self._window(0)[0])
         while seek < n_frames:
             frames, size = self._window(seek)
             memory: Tensor = yield lambda frames=frames: self._encode(frames)

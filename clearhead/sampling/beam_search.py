@@ -138,11 +138,18 @@ class Beams:
     def extend(
         self, values: Float[np.ndarray, "B K k"], ids: Int[np.ndarray, "B K k"]
     ) -> tuple[Int[np.ndarray, "B K"], Int[np.ndarray, "B K"]]:
-        """One step with these candidates: each new beam's token, and its parent, the beam of its request that it extends."""
+        """One step with these candidates: each new beam's token, and its parent, the beam of its request that it extends.
+
+        A search in which a beam's candidates are NaN is over, and without texts: nobody knows what it would have found.
+        """
+        is_broken = self.is_open & (np.isnan(values).any(2) & (self.scores > -math.inf)).any(1)
         totals = (values + self.scores[..., None]).reshape(len(values), -1)
         at = np.argsort(-totals, axis=1, kind="stable")[:, : self.params.n_candidates]
         tokens = np.take_along_axis(ids.reshape(len(ids), -1), at, 1)
-        return self.advance(slice(None), np.take_along_axis(totals, at, 1), tokens, at // values.shape[2])
+        chosen = self.advance(slice(None), np.take_along_axis(totals, at, 1), tokens, at // values.shape[2])
+        for row in np.flatnonzero(is_broken).tolist():
+            self.is_open[row], self.finished[row] = False, []
+        return chosen
 
     def advance(
         self,

@@ -850,6 +850,19 @@ def test_a_grammar_s_end_shows_all() -> None:
     assert (ticket.ids, ticket.reason) == ([5, 6, 7], "end")
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("lookup", [False, True])
+def test_a_grammar_s_end_comes_not_before_the_fewest_tokens(beams: int, lookup: bool) -> None:
+    """A text that its grammar completes too early fails; it is not a text of fewer tokens than asked for."""
+    model, lookup = model_of("llama"), lookup and beams == 1
+    only = Grammar.choice(["FGH"], tokenizer(), vocab_size=53, ends=ENDS)
+    ask: dict[str, Any] = dict(prompt=[5, 6, 7, 5, 6], grammar=only, beams=beams, lookup=lookup)
+    tickets = [alone(model, Request(**ask, strategy=Strategy(min_new_tokens=n), max_new_tokens=9)) for n in (3, 4)]
+    assert (tickets[0].ids, tickets[0].reason) == ([5, 6, 7], "end")
+    assert (tickets[1].reason, tickets[1].hypotheses) == ("failed", [])
+    assert "strategy or grammar that forbids every token" in str(tickets[1].error)
+
+
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_grammar_that_can_not_be_followed_fails_alone(beams: int) -> None:
     """Its strategy forbids the tokens that its grammar requires: it fails, and the other request continues."""
@@ -883,6 +896,24 @@ def test_no_token_is_taken_from_nan(dtype: torch.dtype, strategy: Strategy, plac
     engine.run()
     assert [(ticket.reason, len(ticket.ids)) for ticket in tickets] == [("failed", 2)] * 2
     assert "got NaN logits" in str(tickets[0].error)
+    assert_nothing_left(engine)
+
+
+@pytest.mark.parametrize("places", [slice(7, 8), slice(None)], ids=["one", "all"])
+def test_a_search_that_meets_nan_fails(places: slice) -> None:
+    """Also where texts have ended before: the search was not over, and nobody knows what it would have found."""
+    model = copy.deepcopy(model_of("llama", torch.float32))
+    engine = Engine(model, max_tokens=400)
+    more: dict[str, Any] = dict(beams=3, eos=None, length_penalty=2.0, early_stopping="never")
+    ticket = engine.submit(ask([5], 18, strategy=Strategy(logit_bias={ENDS[0]: 1.0}), **more))
+    engine.step()
+    (group,) = engine.beam_searcher.groups.values()
+    assert group.beams.finished[0]
+    with torch.no_grad():
+        model.head.weight[places] = math.nan
+    engine.run()
+    assert (ticket.reason, ticket.hypotheses) == ("failed", [])
+    assert "got NaN logits" in str(ticket.error)
     assert_nothing_left(engine)
 
 
@@ -922,3 +953,11 @@ def test_processors_are_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch
     prepared = replace(same, processor=LogitsProcessor(model_of("llama"), None, same.strategy))
     assert cache.get(prepared) is prepared.processor
     assert cache.get(replace(prepared, eos=(3,))).ends == (3,), "one that was prepared for other settings is not used"
+
+
+def test_a_strategy_that_was_changed_in_place_is_prepared_anew() -> None:
+    cache, biases = ProcessorCache(model_of("llama")), {5: 9.0}
+    request = Request(prompt=[1], strategy=Strategy(logit_bias=biases))
+    assert cache.get(request).bias is not None
+    biases.clear()
+    assert cache.get(request).bias is None

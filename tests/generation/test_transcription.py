@@ -207,6 +207,18 @@ def test_silence_is_skipped(pair: tuple[Any, Scribe]) -> None:
     assert (found.text, found.segments) == ("", [])
 
 
+def test_the_language_of_almost_no_sound(pair: tuple[Any, Scribe], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less than a frame of sound has a language, too: that of silence, and not English without a look."""
+    _, known = pair
+    monkeypatch.setattr("clearhead.generation.scribe.ENGLISH_ONLY", 0)
+    scribe = Scribe(known.model, known.tokenizer, None, "transcribe")
+    found = run(scribe, torch.zeros(100), PLAINLY)
+    expected = Scribe(known.model, known.tokenizer, None, "transcribe")
+    expected.find_language(torch.zeros(7, WINDOW))
+    assert (found.text, found.segments, found.duration) == ("", [], 0.0)
+    assert found.language == expected.spoken != "en"
+
+
 def test_formats() -> None:
     decoded = Decoded([], "a a", -0.5, 0.1, 0.0)
     segments = [
