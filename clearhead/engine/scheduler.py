@@ -1,8 +1,8 @@
 """The scheduler: which requests wait, which are prefilled, which run, and the blocks of memory that each holds.
 
 A request is admitted when the most blocks that it may ever need can be reserved, in the order of submission. So no request is
-preempted, and none overtakes another of the same client. Clients take turns, and the last eighth of rows and blocks is for clients
-of which nothing runs yet: who comes to a full engine does not wait for a whole text of somebody else.
+preempted, and none overtakes another of the same client. Clients take turns, and the last eighth of blocks and of rows (8 at most) is
+for clients of which nothing runs yet: who comes to a full engine does not wait for a whole text of somebody else.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from clearhead.engine.sequence import Sequence
 from clearhead.sampling.logits_processors import LogitsProcessor
 
 SPARED = 8  # one part of so many is for clients of which nothing runs
+MOST_SPARED = 8  # rows: in a large batch some text ends every few steps, and clients of which nothing runs come first
 HOLD_STEPS = 8  # that a few requests wait for others, so that they join a large batch together
 LARGE_BATCH = 64
 
@@ -40,6 +41,7 @@ class Scheduler:
 
     def __init__(self, allocator: BlockAllocator, runner: ModelRunner) -> None:
         self.allocator, self.runner, self.max_rows = allocator, runner, runner.max_rows
+        self.spared_rows = min(self.max_rows // SPARED, MOST_SPARED)
         # On a GPU an admission costs the CPU about as much as a step costs the GPU.
         self.holds, self.n_held = runner.device.type == "cuda", 0
         self.waiting: FairQueue[Waiting] = FairQueue()
@@ -95,10 +97,17 @@ class Scheduler:
     def _hold(self) -> bool:
         """Whether few requests could join a large batch now: they wait some steps for others."""
         n_running = self.runner.n
-        is_few = self.holds and n_running >= LARGE_BATCH
-        is_few = is_few and 2 * HOLD_STEPS * min(len(self.waiting), self.max_rows - n_running) < n_running
+        is_few = self.holds and n_running >= LARGE_BATCH and 2 * HOLD_STEPS * self._n_fitting() < n_running
         self.n_held = self.n_held + 1 if is_few and self.n_held < HOLD_STEPS else 0
         return self.n_held > 0
+
+    def _n_fitting(self) -> int:
+        """How many of the waiting requests there is room for, if all are as large as the first."""
+        allocator, (ticket, prompt, _) = self.allocator, self.waiting.heads()[0][1]
+        spares = None not in self.waiting.clients
+        rows = self.max_rows - self.runner.n - spares * self.spared_rows
+        blocks = allocator.n_available - spares * (allocator.n_blocks // SPARED)
+        return min(len(self.waiting), rows, blocks // self.blocks_needed(ticket.request, len(prompt)))
 
     def _next(self, n_rows: Counter[str | None]) -> tuple[str | None, list[int], int] | None:
         """The client whose request is next, the blocks of its prefix, and how many it needs besides; None: nothing fits."""
@@ -112,7 +121,7 @@ class Scheduler:
             if rows_left < 0 or blocks_left < 0:
                 return None  # nobody overtakes it: it might never fit
             spares = client is not None and n_rows[client] > 0
-            if spares and (rows_left < self.max_rows // SPARED or blocks_left < allocator.n_blocks // SPARED):
+            if spares and (rows_left < self.spared_rows or blocks_left < allocator.n_blocks // SPARED):
                 continue
             return client, prefix, n
         return None

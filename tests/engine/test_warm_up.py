@@ -109,3 +109,26 @@ def test_few_requests_wait_for_others_but_not_long() -> None:
     assert waits == [HOLD_STEPS + 1, 1]
     made.run()
     assert_nothing_left(made)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("client", "max_tokens"), [(None, 8000), ("a", 8000), ("a", 4800)], ids=["rows", "spared rows", "spared blocks"]
+)
+def test_a_full_batch_is_refilled_by_several_requests_at_once(client: str | None, max_tokens: int) -> None:
+    """Whatever makes requests wait: each time that some join a large batch costs a prefill."""
+    rng, engine = random.Random("full"), on_a_gpu(Engine(model_of("llama"), max_tokens=max_tokens, max_rows=80))
+    engine.scheduler.holds = True
+    for _ in range(200):
+        prompt = [rng.randrange(1, 50) for _ in range(3)]
+        engine.submit(Request(prompt=prompt, max_new_tokens=rng.randint(20, 60), eos=(), client=client))
+    engine.step()
+    since = 0  # some joined
+    while engine.n_waiting:
+        n_waiting = engine.n_waiting
+        engine.step()
+        n_joined = n_waiting - engine.n_waiting
+        assert n_joined == 0 or n_joined >= 4 or since >= HOLD_STEPS
+        since = 0 if n_joined else since + 1
+    engine.run()
+    assert_nothing_left(engine)
