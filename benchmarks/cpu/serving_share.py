@@ -41,6 +41,7 @@ from benchmarks.common.http_load import Answer, Load, at, load
 from benchmarks.gpu.serve import make_model, prompts
 from clearhead.engine import sampler
 from clearhead.engine.runner import DeviceTables
+from clearhead.engine.scheduler import HOLD_STEPS
 from clearhead.engine.transfer import HostCopy
 from clearhead.engine.warm_up import prompt_sizes
 from clearhead.explorer import tokenizer_of
@@ -61,7 +62,9 @@ class Device:
         self.step, self.counts, self.free_at = step, counts, 0.0
         self.is_hooked = False  # as of `CudaGraphs`
 
-    def run(self, key: Hashable, work: Callable[[], Tensor], *, switch: Tensor, changed: Sequence[Tensor] = ()) -> Tensor:
+    def run(
+        self, key: Hashable, work: Callable[[], Tensor], *, switch: Tensor, changed: Sequence[Tensor] = ()
+    ) -> Tensor:
         """In place of `CudaGraphs.run`: takes a step's time, and returns logits."""
         assert isinstance(key, tuple)
         is_prefill = key[0] == "prefill"
@@ -70,7 +73,7 @@ class Device:
         self.free_at = max(self.free_at, time.perf_counter()) + self.step
         return self.logits(rows)
 
-    @functools.cache  # noqa: B019: one device, few sizes
+    @functools.cache  # noqa: B019
     def logits(self, rows: int) -> Tensor:
         logits = torch.zeros(rows, 304)
         logits[:, WORD] = 1
@@ -106,14 +109,15 @@ def simulate(device: Device) -> type[Engine]:
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options, prefill_tokens=16_384)
             runner: Any = self.runner
-            self.runs_async = runner.has_paths = self.scheduler.holds = True
+            self.runs_async = runner.has_paths = True
+            self.scheduler.hold_steps = HOLD_STEPS
             runner.graphs = runner.prompts.graphs = device
             runner.device_tables, runner.prompts.recorded = DeviceTables(runner), prompt_sizes(self)
             runner.tokens.fill_(WORD)
             decode, prefill = runner.decode, runner.prefill
 
             def counted_decode(*args: Any) -> Tensor:
-                device.count("rows", runner.n)
+                device.count("rows", runner.n - len(self.scheduler.over))
                 return decode(*args)
 
             def counted_prefill(sequences: Any, T: int) -> Tensor:
@@ -205,7 +209,8 @@ def served(place: str, asked: argparse.Namespace) -> dict[str, float]:
     try:
         until = time.monotonic() + 120
         while not is_ready(port):
-            assert process.is_alive() and time.monotonic() < until, "the server has not started"
+            assert process.is_alive(), "the server has ended"
+            assert time.monotonic() < until, "the server has not started"
             time.sleep(0.2)
         one = Load(asked.streams, asked.clients, 32, asked.new, asked.warm, not asked.whole)
         load(port, one, lambda: None, forks=True)
@@ -289,14 +294,18 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=1, help="processes of streams; all have one address")
     parser.add_argument("--front-ends", type=int, default=4)
     parser.add_argument("--rows", type=int, default=256, help="texts that the engine writes at once (--max-texts)")
-    parser.add_argument("--new", type=int, default=128, help="tokens of an answer, half to one and a half times as many")
+    parser.add_argument(
+        "--new", type=int, default=128, help="tokens of an answer, half to one and a half times as many"
+    )
     parser.add_argument("--step-ms", type=float, default=60.0, help="of a decode step, and of a prefill")
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--warm", type=float, default=8.0, help="seconds of load before")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--whole", action="store_true", help="whole answers, not streams")
     parser.add_argument("--alone", action="store_true", help="the engine without HTTP")
-    parser.add_argument("--named", action="store_true", help="of --alone: all requests are of one client that has a name")
+    parser.add_argument(
+        "--named", action="store_true", help="of --alone: all requests are of one client that has a name"
+    )
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         place = str(make_model(Path(folder), "tiny", "cpu"))

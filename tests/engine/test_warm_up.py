@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from clearhead.engine.cuda_graphs import round_up
-from clearhead.engine.scheduler import HOLD_STEPS
 from clearhead.engine.warm_up import batch_sizes, prompt_sizes, warm_up
 from clearhead.generation import Engine, Request
 from tests.engine.test_async_scheduling import on_a_gpu
@@ -89,46 +88,3 @@ def test_prompts_that_are_partly_cached_are_computed_together() -> None:
             assert_same(ticket, alone(model, ticket.request), 1e-5)  # float32: other sums
     assert calls == [12]
     assert_nothing_left(made)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_few_requests_wait_for_others_but_not_long() -> None:
-    made = on_a_gpu(Engine(model_of("llama"), max_tokens=4000, max_rows=96))
-    made.scheduler.holds = True
-    for place in range(70):
-        made.submit(Request(prompt=[1 + place % 40], max_new_tokens=40, eos=()))
-    made.step()
-    assert made.n_running == 70
-    waits: list[int] = []
-    for n in (1, 9):  # nine are an eighth of the batch: they join at once
-        tickets = [made.submit(Request(prompt=[3, 5], max_new_tokens=2, eos=())) for _ in range(n)]
-        waits.append(0)
-        while any(ticket.is_waiting for ticket in tickets):
-            made.step()
-            waits[-1] += 1
-    assert waits == [HOLD_STEPS + 1, 1]
-    made.run()
-    assert_nothing_left(made)
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("client", "max_tokens"), [(None, 8000), ("a", 8000), ("a", 4800)], ids=["rows", "spared rows", "spared blocks"]
-)
-def test_a_full_batch_is_refilled_by_several_requests_at_once(client: str | None, max_tokens: int) -> None:
-    """Whatever makes requests wait: each time that some join a large batch costs a prefill."""
-    rng, engine = random.Random("full"), on_a_gpu(Engine(model_of("llama"), max_tokens=max_tokens, max_rows=80))
-    engine.scheduler.holds = True
-    for _ in range(200):
-        prompt = [rng.randrange(1, 50) for _ in range(3)]
-        engine.submit(Request(prompt=prompt, max_new_tokens=rng.randint(20, 60), eos=(), client=client))
-    engine.step()
-    since = 0  # some joined
-    while engine.n_waiting:
-        n_waiting = engine.n_waiting
-        engine.step()
-        n_joined = n_waiting - engine.n_waiting
-        assert n_joined == 0 or n_joined >= 4 or since >= HOLD_STEPS
-        since = 0 if n_joined else since + 1
-    engine.run()
-    assert_nothing_left(engine)
