@@ -220,7 +220,7 @@ class Scheduler:
         lengths = runner.lengths[: runner.n]
         full = np.flatnonzero(lengths % size == 0)
         full = full[runner.block_table[full, lengths[full] // size] == 0]  # drafts may have taken it before
-        full = np.setdiff1d(full, self.over) if self.over else full
+        full = np.array([row for row in full.tolist() if row not in self.over], np.int64)
         if len(full) == 0 and copy_shared is None:
             return
         numbers = [sequence.reservation for sequence in self.running]
