@@ -10,8 +10,6 @@ and whole answers. The first seconds after the port opens are reported apart, an
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
 import multiprocessing
 import os
 import random
@@ -27,6 +25,7 @@ from typing import Any
 import torch
 
 import clearhead as ch
+from benchmarks.common.http_load import Load, load, tell
 from clearhead.generation import Engine, Request
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -34,7 +33,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": dict(preset="gpt2", n_layers=12, d_model=768, n_heads=12, vocab_size=50_257),
     "1.1B": dict(preset="llama", n_layers=22, d_model=2048, n_heads=32, n_kv_heads=4, d_ff=5632, vocab_size=32_000),
 }
-FIRST = 5.0  # seconds that are reported apart
 
 
 def make_model(folder: Path, shape: str, device: str) -> Path:
@@ -92,86 +90,6 @@ def alone(place: str, device: str, rows: int, length: int, n_new: int) -> None:
     print(f"refilled: {refilled(5, 5.0):,.0f}", flush=True)
 
 
-async def ask(
-    port: int, prompt: list[int], n_new: int, stream: bool, seen: list[tuple[float, float, float, int, int]]
-) -> None:
-    """One answer: when it was asked, seconds to the first piece, seconds in all, tokens, events."""
-    body = json.dumps(dict(prompt=prompt, max_tokens=n_new, temperature=0, stream=stream)).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
-    began = time.time()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + body)
-    first, n_events, last = 0.0, 0, b""
-    while piece := await reader.read(1 << 16):
-        events = piece.count(b"data: {")
-        if (events or not stream) and not first:
-            first = time.time() - began
-        n_events, last = n_events + events, last[-200:] + piece
-    writer.close()
-    is_whole = b"[DONE]" in last if stream else b'"finish_reason":"length"' in last
-    seen.append((began, first, time.time() - began, n_new if is_whole else 0, n_events))
-
-
-def client(port: int, n: int, length: int, n_new: int, until: float, stream: bool, seed: str, out: Any) -> None:
-    async def run() -> list[tuple[float, float, float, int, int]]:
-        seen: list[tuple[float, float, float, int, int]] = []
-        rng = random.Random(seed)
-
-        async def one() -> None:
-            while time.time() < until:
-                prompt = [rng.randrange(5, 250) for _ in range(length)]
-                await ask(port, prompt, rng.randint(n_new // 2, n_new * 3 // 2), stream, seen)
-
-        await asyncio.gather(*(one() for _ in range(n)))
-        return seen
-
-    out.put(asyncio.run(run()))
-
-
-def load(
-    port: int, asked: argparse.Namespace, seconds: float, stream: bool
-) -> list[tuple[float, float, float, int, int]]:
-    context: Any = multiprocessing.get_context("fork" if asked.device == "cpu" else "spawn")
-    out = context.Queue()
-    until = time.time() + seconds
-    each = (asked.length, asked.new, until, stream)
-    clients = [
-        context.Process(target=client, args=(port, asked.streams // asked.clients, *each, f"{until} {seed}", out))
-        for seed in range(asked.clients)
-    ]
-    for one in clients:
-        one.start()
-    seen = [answer for _ in clients for answer in out.get()]
-    for one in clients:
-        one.join()
-    return sorted(seen)
-
-
-def at(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
-
-
-def tell(what: str, seen: list[tuple[float, float, float, int, int]]) -> None:
-    if not seen:
-        return
-    began = seen[0][0]
-    end = max(when for when, *_ in seen)
-    # Answers count with the share of them that was written until the last request was asked.
-    total = sum(n * min(1.0, (end - when) / max(took, 1e-9)) for when, _, took, n, _ in seen)
-    lost = sum(n == 0 for *_, n, _ in seen)
-    events = sum(events for *_, events in seen) / max(1, len(seen))
-    for name, part in (
-        (f"first {FIRST:g} s", [a for a in seen if a[0] < began + FIRST]),
-        ("later", [a for a in seen if a[0] >= began + FIRST]),
-    ):
-        firsts = [first for _, first, *_ in part]
-        print(f"    {name}: first piece p50 {at(firsts, 0.5) * 1e3:.0f} ms, p99 {at(firsts, 0.99) * 1e3:.0f} ms")
-    print(
-        f"  {what}: {total / (end - began):,.0f} tokens/s, {len(seen)} answers, {lost} lost, {events:.0f} events each",
-        flush=True,
-    )
-
-
 def cpu_by_process(pid: int) -> dict[int, float]:
     """CPU seconds of a process and its children."""
     found = [pid, *(int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
@@ -194,11 +112,12 @@ def serve(place: Path, asked: argparse.Namespace, front_ends: str) -> None:
                         raise SystemExit(Path(log.name).read_text())
                     time.sleep(0.1)
                 print(f"front ends {front_ends}: the port opens after {time.time() - began:.1f} s", flush=True)
-                for what, stream in (("streams", True), ("whole answers", False), ("streams again", True)):
-                    before, clock = cpu_by_process(process.pid), time.time()
-                    tell(what, load(int(found[1]), asked, asked.seconds, stream))
-                    took = time.time() - clock
-                    cores = [f"{(cpu - before[each]) / took:.2f}" for each, cpu in cpu_by_process(process.pid).items()]
+                for what, is_streamed in (("streams", True), ("whole answers", False), ("streams again", True)):
+                    one = Load(asked.streams, asked.clients, asked.length, asked.new, asked.seconds, is_streamed)
+                    forks = asked.device == "cpu"
+                    answers, before, after = load(int(found[1]), one, lambda: cpu_by_process(process.pid), forks=forks)
+                    tell(what, answers, asked.seconds)
+                    cores = [f"{(cpu - before[each]) / asked.seconds:.2f}" for each, cpu in after.items()]
                     print(f"    cores in use, the engine's process first: {' '.join(cores)}", flush=True)
             finally:
                 process.terminate()

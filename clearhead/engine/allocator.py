@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,11 +102,8 @@ class BlockAllocator:
     def find_prefix(self, tokens: Sequence[int]) -> list[int]:
         """The cached blocks that hold the start of these tokens; takes no reference."""
         found: list[int] = []
-        name = b""
         # The last token is always computed: its logits choose the next one.
-        end = (len(tokens) - 1) // self.block_size * self.block_size if self.cached else 0
-        for start in range(0, end, self.block_size):
-            name = _hash(name, tokens[start : start + self.block_size])
+        for name in self._names(tokens, (len(tokens) - 1) // self.block_size if self.cached else 0):
             if name not in self.cached:
                 break
             found.append(self.cached[name])
@@ -120,17 +117,24 @@ class BlockAllocator:
 
     def cache_prefix(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
         """Enter the full blocks among these, which hold these tokens, in the prefix cache."""
-        name = b""
-        for at in range(min(len(tokens) // self.block_size, len(blocks)) if self.prefix_cache else 0):
-            name = _hash(name, tokens[at * self.block_size : (at + 1) * self.block_size])
-            if name not in self.cached and blocks[at] not in self.hashes:
-                self.cached[name], self.hashes[blocks[at]] = blocks[at], name
+        n = min(len(tokens) // self.block_size, len(blocks)) if self.prefix_cache else 0
+        for block, name in zip(blocks, self._names(tokens, n), strict=False):
+            if name not in self.cached and block not in self.hashes:
+                self.cached[name], self.hashes[block] = block, name
+
+    def _names(self, tokens: Sequence[int], n: int) -> Iterator[bytes]:
+        """The names of the first n blocks of a text."""
+        name, width = b"", 8 * self.block_size
+        numbers = np.asarray(tokens[: n * self.block_size], np.int64).tobytes()
+        for start in range(0, len(numbers), width):
+            name = _hash(name, numbers[start : start + width])
+            yield name
 
     def _push_free(self, blocks: BlockIds) -> None:
         self.free_stack[self.n_free : self.n_free + len(blocks)] = blocks
         self.n_free += len(blocks)
 
 
-def _hash(before: bytes, tokens: Sequence[int]) -> bytes:
+def _hash(before: bytes, tokens: bytes) -> bytes:
     """Hash of a block's tokens and of all before them. Cryptographic, so that no prompt can be made to match another's blocks."""
-    return hashlib.sha256(before + np.asarray(tokens, np.int64).tobytes()).digest()
+    return hashlib.sha256(before + tokens).digest()

@@ -12,7 +12,8 @@ a part of the prompts, and decodes one token for every running request. Keys and
 
 On a GPU scheduling is asynchronous: the CPU starts the next step before it knows the last tokens, unless the next step depends on
 them (a grammar, a penalty, a beam search that the CPU chooses). The end of a text is then noticed one step later, and the extra
-token is dropped.
+token is dropped. A large batch changes seldom: rows of texts that are over stay, and requests wait, until there are several of them
+(`Scheduler.hold`).
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class Engine:
     @property
     def n_running(self) -> int:
         """Requests that are admitted, and not done."""
-        return len(self.scheduler.running) + len(self.scheduler.prefilling)
+        return sum(not sequence.ticket.is_done for sequence in (*self.scheduler.running, *self.scheduler.prefilling))
 
     @property
     def cache_usage(self) -> float:
@@ -186,8 +187,11 @@ class Engine:
         self.n_steps += 1
         # Another thread may have called `train`. Only the whole model is asked: to ask all modules takes 0.1 ms a step.
         with torch.no_grad(), eval_mode(self.model) if self.model.training else nullcontext():
-            self._sweep()
-            self.scheduler.admit()
+            is_held, can_linger = self.scheduler.hold(), self._can_linger()
+            if not (is_held and can_linger):
+                self._sweep()
+            if not is_held:
+                self.scheduler.admit()
             self._prefill()
             running = bool(self.scheduler.running)
             ahead = self.runs_async and (not running or self._batch_plan().can_run_ahead)
@@ -198,7 +202,16 @@ class Engine:
             if running:
                 self._decode()
             self._receive(self.n_steps - (ahead and running))
-            self._sweep()
+            if not self._can_linger():
+                self._sweep()
+
+    def _can_linger(self) -> bool:
+        """Whether rows of texts that are over may stay until the next step: in a large batch of plain texts on a GPU."""
+        plan, scheduler = self.plan, self.scheduler
+        is_plain = (
+            plan is not None and plan.sequences is scheduler.running and plan.can_run_ahead and plan.search is None
+        )
+        return is_plain and self.runs_async and scheduler.is_large
 
     def _sweep(self) -> None:
         """Remove what is done, and free its memory."""

@@ -29,13 +29,16 @@ class OutputProcessor:
         """The new tokens since the last call, and None for each ticket that is done."""
         output: StepOutput = []
         for ticket in dict.fromkeys(self.changed):
-            new = range(ticket.n_reported, ticket.n_shown)
-            if ticket.request.scored or ticket.request.alternatives:
-                output += [(ticket, ticket.token(at)) for at in new]
-            else:  # the usual case first
-                output += [(ticket, Token(id)) for id in ticket.written[new.start : new.stop]]
-            ticket.n_reported = new.stop
-            output += [(ticket, None)] if ticket.is_done else []
+            start, end, request = ticket.n_reported, ticket.n_shown, ticket.request
+            if request.scored or request.alternatives:
+                output += [(ticket, ticket.token(at)) for at in range(start, end)]
+            elif end == start + 1:  # the usual case: there may be hundreds of rows
+                output.append((ticket, Token(ticket.written[start])))
+            else:
+                output += [(ticket, Token(id)) for id in ticket.written[start:end]]
+            ticket.n_reported = end
+            if ticket.reason is not None:
+                output.append((ticket, None))
         self.changed.clear()
         return output
 

@@ -1,8 +1,8 @@
 """The scheduler: which requests wait, which are prefilled, which run, and the blocks of memory that each holds.
 
 A request is admitted when the most blocks that it may ever need can be reserved, in the order of submission. So no request is
-preempted, and none overtakes another of the same client. Clients take turns, and the last eighth of rows and blocks is for clients
-of which nothing runs yet: who comes to a full engine does not wait for a whole text of somebody else.
+preempted, and none overtakes another of the same client. Clients take turns, and the last eighth of blocks and of rows (8 at most)
+is for clients of which nothing runs yet: who comes to a full engine does not wait for a whole text of somebody else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from clearhead.engine.sequence import Sequence
 from clearhead.sampling.logits_processors import LogitsProcessor
 
 SPARED = 8  # one part of so many is for clients of which nothing runs
-HOLD_STEPS = 8  # that a few requests wait for others, so that they join a large batch together
+MOST_SPARED = 8  # rows: in a large batch some text ends every few steps, and clients of which nothing runs come first
+HOLD_STEPS = 8  # that a large batch stays as it is on a GPU, while few texts end and few requests wait
 LARGE_BATCH = 64
 
 
@@ -40,8 +41,12 @@ class Scheduler:
 
     def __init__(self, allocator: BlockAllocator, runner: ModelRunner) -> None:
         self.allocator, self.runner, self.max_rows = allocator, runner, runner.max_rows
-        # On a GPU an admission costs the CPU about as much as a step costs the GPU.
-        self.holds, self.n_held = runner.device.type == "cuda", 0
+        self.spared_rows = min(self.max_rows // SPARED, MOST_SPARED)
+        self.room = min(runner.model.config.max_len, runner.block_table.shape[1] * allocator.block_size)  # of a row
+        # On a GPU a change of the batch costs the CPU about as much as a step costs the GPU.
+        self.hold_steps, self.large_batch = HOLD_STEPS if runner.device.type == "cuda" else 0, LARGE_BATCH
+        self.n_held = 0  # steps since then
+        self.over: list[int] = []  # rows of texts that are over and stay for now
         self.waiting: FairQueue[Waiting] = FairQueue()
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []  # replaced, never changed: steps in flight hold the old list
@@ -79,9 +84,30 @@ class Scheduler:
         whole, shared = -(-(n_prompt + request.max_new_tokens) // size), n_prompt // size
         return -(-source_length(request.source) // size) + shared + request.beams * (whole - shared)
 
+    @property
+    def is_large(self) -> bool:
+        """Whether the batch is one that need not change in every step."""
+        return self.hold_steps > 0 and self.large_batch <= self.runner.n
+
+    def hold(self) -> bool:
+        """Whether the batch may stay as it is for one more step: a large one, if few texts are over and few requests could join.
+
+        The rows of texts that are over are computed on. Their tokens are dropped, and they get no more blocks: without one they
+        write to block 0.
+        """
+        n, lengths = self.runner.n, self.runner.lengths
+        self.over = (
+            [row for row, s in enumerate(self.running) if s.is_over] if self.is_large and self.needs_sweep else []
+        )
+        changes = max(len(self.over), self._n_fitting() if self.waiting else 0)
+        is_held = self.is_large and bool(self.over or self.waiting) and self.n_held < self.hold_steps
+        is_held = is_held and 2 * self.hold_steps * changes < n and all(lengths[row] < self.room for row in self.over)
+        self.n_held = self.n_held + 1 if is_held else 0
+        return is_held
+
     def admit(self) -> None:
         """Move waiting requests to `prefilling`, client by client, as long as blocks and rows suffice."""
-        if not self.waiting or self._hold():
+        if not self.waiting:
             return
         n_rows = Counter[str | None]()
         for sequence in (*self.running, *self.prefilling):
@@ -92,13 +118,13 @@ class Scheduler:
             n_rows[client] += one.ticket.request.beams
             self._admit(one, prefix, n)
 
-    def _hold(self) -> bool:
-        """Whether few requests could join a large batch now: they wait some steps for others."""
-        n_running = self.runner.n
-        is_few = self.holds and n_running >= LARGE_BATCH
-        is_few = is_few and 2 * HOLD_STEPS * min(len(self.waiting), self.max_rows - n_running) < n_running
-        self.n_held = self.n_held + 1 if is_few and self.n_held < HOLD_STEPS else 0
-        return self.n_held > 0
+    def _n_fitting(self) -> int:
+        """How many of the waiting requests there is room for, if all are as large as the first."""
+        allocator, (ticket, prompt, _) = self.allocator, self.waiting.heads()[0][1]
+        spares = None not in self.waiting.clients
+        rows = self.max_rows - self.runner.n + len(self.over) - spares * self.spared_rows
+        blocks = allocator.n_available - spares * (allocator.n_blocks // SPARED)
+        return min(len(self.waiting), rows, blocks // self.blocks_needed(ticket.request, len(prompt)))
 
     def _next(self, n_rows: Counter[str | None]) -> tuple[str | None, list[int], int] | None:
         """The client whose request is next, the blocks of its prefix, and how many it needs besides; None: nothing fits."""
@@ -112,7 +138,7 @@ class Scheduler:
             if rows_left < 0 or blocks_left < 0:
                 return None  # nobody overtakes it: it might never fit
             spares = client is not None and n_rows[client] > 0
-            if spares and (rows_left < self.max_rows // SPARED or blocks_left < allocator.n_blocks // SPARED):
+            if spares and (rows_left < self.spared_rows or blocks_left < allocator.n_blocks // SPARED):
                 continue
             return client, prefix, n
         return None
@@ -194,6 +220,7 @@ class Scheduler:
         lengths = runner.lengths[: runner.n]
         full = np.flatnonzero(lengths % size == 0)
         full = full[runner.block_table[full, lengths[full] // size] == 0]  # drafts may have taken it before
+        full = np.array([row for row in full.tolist() if row not in self.over], np.int64)
         if len(full) == 0 and copy_shared is None:
             return
         numbers = [sequence.reservation for sequence in self.running]
@@ -216,7 +243,7 @@ class Scheduler:
 
     def sweep(self) -> None:
         """Remove sequences that are done, or have all their tokens scheduled, and free their blocks."""
-        self.needs_sweep = False
+        self.needs_sweep, self.over = False, []
         runner = self.runner
         gone = [(s, s.blocks[None], s.n_prefilled) for s in self.prefilling if s.ticket.is_done]
         self.prefilling = [s for s in self.prefilling if not s.ticket.is_done]
@@ -224,7 +251,7 @@ class Scheduler:
         kept: list[Sequence] = []
         for sequence, first in zip(self.running, first_rows(self.running), strict=True):
             own = range(first, first + sequence.n_rows)
-            if sequence.ticket.reason is not None or sequence.n_scheduled >= sequence.limit:
+            if sequence.is_over:
                 gone.append((sequence, runner.block_table[own.start : own.stop], int(runner.lengths[first])))
             else:
                 rows += own

@@ -52,6 +52,11 @@ class Sequence:
         return self.lookup.draft(most)
 
     @property
+    def is_over(self) -> bool:
+        """Whether no more tokens are needed: it is done, or its last ones are on their way."""
+        return self.n_scheduled >= self.limit or self.ticket.reason is not None
+
+    @property
     def can_run_ahead(self) -> bool:
         """Whether its next step can start before its last token is known on the CPU."""
         is_free = not self.has_drafts and not self.constraints and not self.processor.needs_history

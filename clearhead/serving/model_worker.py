@@ -219,7 +219,13 @@ class ModelWorker(Worker):
 
     def _with_drafts(self, request: Request) -> Request:
         """It drafts as this worker's texts do, if it does not already and can: a text may be too long for the draft model."""
-        if not isinstance(self.model, Decoder) or request.beams > 1 or request.lookup or request.draft is not None:
+        drafts_already = request.lookup or request.draft is not None
+        if (
+            not (self.lookup or self.draft)
+            or not isinstance(self.model, Decoder)
+            or request.beams > 1
+            or drafts_already
+        ):
             return request
         longest = 0 if self.draft is None else self.draft.config.max_len
         fits = len(request.prompt) + request.max_new_tokens <= longest

@@ -63,6 +63,17 @@ def test_who_comes_to_a_full_engine_is_admitted_at_once(model: Any) -> None:
     assert late.ids == expected.ids
 
 
+def test_of_many_rows_eight_are_spared(model: Any) -> None:
+    engine = Engine(model, max_rows=96)
+    for at in range(100):
+        engine.submit(ask("a", at))
+    engine.step()
+    assert engine.n_running == 88
+    others = [engine.submit(ask(str(at))) for at in range(9)]
+    engine.step()
+    assert [each.is_waiting for each in others] == [False] * 8 + [True]
+
+
 def test_blocks_are_spared_too(model: Any) -> None:
     engine = Engine(model, max_tokens=1024)
     for at in range(20):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from clearhead.engine.cuda_graphs import round_up
-from clearhead.engine.scheduler import HOLD_STEPS
 from clearhead.engine.warm_up import batch_sizes, prompt_sizes, warm_up
 from clearhead.generation import Engine, Request
 from tests.engine.test_async_scheduling import on_a_gpu
@@ -88,24 +87,4 @@ def test_prompts_that_are_partly_cached_are_computed_together() -> None:
             assert ticket.n_cached == 16 * is_again
             assert_same(ticket, alone(model, ticket.request), 1e-5)  # float32: other sums
     assert calls == [12]
-    assert_nothing_left(made)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_few_requests_wait_for_others_but_not_long() -> None:
-    made = on_a_gpu(Engine(model_of("llama"), max_tokens=4000, max_rows=96))
-    made.scheduler.holds = True
-    for place in range(70):
-        made.submit(Request(prompt=[1 + place % 40], max_new_tokens=40, eos=()))
-    made.step()
-    assert made.n_running == 70
-    waits: list[int] = []
-    for n in (1, 9):  # nine are an eighth of the batch: they join at once
-        tickets = [made.submit(Request(prompt=[3, 5], max_new_tokens=2, eos=())) for _ in range(n)]
-        waits.append(0)
-        while any(ticket.is_waiting for ticket in tickets):
-            made.step()
-            waits[-1] += 1
-    assert waits == [HOLD_STEPS + 1, 1]
-    made.run()
     assert_nothing_left(made)

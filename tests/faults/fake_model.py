@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clearhead.engine.allocator import BlockAllocator
 from clearhead.engine.request import Request
 from clearhead.engine.runner import DeviceTables, ModelRunner
+from clearhead.engine.scheduler import Scheduler
 from clearhead.engine.sequence import Sequence
 from clearhead.sampling.beam_search import Beams, BeamSearchParams
 from clearhead.sampling.grammar import Constraint
@@ -76,11 +76,12 @@ class FakeRunner(ModelRunner):
         self.has_paths, self.native_step, self.finds_argmax = on_gpu, None, has_argmax
         self.device_tables = DeviceTables(self) if on_gpu else None
         self.fails_in = math.inf  # calls
-        self.allocator: BlockAllocator | None = None
+        self.scheduler: Scheduler | None = None
 
-    def watch(self, allocator: BlockAllocator) -> None:
+    def watch(self, scheduler: Scheduler) -> None:
         """Blocks are forgotten when they are allocated, so that nobody reads what an earlier text left there."""
-        self.allocator, allocate = allocator, allocator.allocate
+        self.scheduler, allocator = scheduler, scheduler.allocator
+        allocate = allocator.allocate
 
         def allocate_empty(reservations: Any) -> Any:
             blocks = allocate(reservations)
@@ -116,10 +117,13 @@ class FakeRunner(ModelRunner):
             if (tables.lengths[:n].numpy() != lengths).any():
                 raise ViolationError("the device's lengths are not the host's")
             tables.lengths[:n] += 1
+        assert self.scheduler is not None
         rows, size = np.arange(n), self.block_size
         slots = table * size  # of each token of each row
         slots = (slots[:, :, None] + np.arange(size)).reshape(n, -1)
         new = slots[rows, lengths]
+        ended = [row for row in self.scheduler.over if new[row] < size]  # they write to block 0, and nobody reads it
+        rows = np.setdiff1d(rows, ended)
         if self.paths is not None:
             self.paths[:n].scatter_(1, torch.from_numpy(lengths)[:, None], torch.from_numpy(new)[:, None].int())
             slots = self.paths[:n].numpy()
@@ -129,7 +133,8 @@ class FakeRunner(ModelRunner):
             before = self._keys_at(slots[some, lengths[some] - 1])
             self._write(new[some] // size, lengths[some], before + added[some])
         width = int(lengths.max()) + 1
-        hashed = hashes(self._keys_at(slots[:, :width], lengths + 1), lengths + 1, 1)
+        hashed = np.zeros(n, np.uint64)
+        hashed[rows] = hashes(self._keys_at(slots[rows, :width], lengths[rows] + 1), lengths[rows] + 1, 1)
         logits = logits_of(hashed + self._read(source_table, self.source_lengths[:n].astype(np.int64), 0))
         self.lengths[:n] += 1
         self.has_argmax = self.finds_argmax and search is None
@@ -166,9 +171,9 @@ class FakeRunner(ModelRunner):
         self._write(blocks[places // self.block_size], places, before + added)
 
     def _write(self, blocks: NDArray[np.int32], places: NDArray[np.int64], keys: Keys) -> None:
-        assert self.allocator is not None
+        assert self.scheduler is not None
         slots = places % self.block_size
-        if (blocks == 0).any() or (self.allocator.ref_counts[blocks] != 1).any():
+        if (blocks == 0).any() or (self.scheduler.allocator.ref_counts[blocks] != 1).any():
             raise ViolationError(f"a row writes to a block that others have, or nobody: {blocks}")
         if self.is_written[blocks, slots].any() or len({*zip(blocks, slots, strict=True)}) < len(blocks):
             raise ViolationError(f"a slot is written twice: blocks {blocks}, slots {slots}")

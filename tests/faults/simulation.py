@@ -167,6 +167,9 @@ class Simulation:
         self.n_blocks = 1 + -(-rng.choice([100, 160, 400, 1600]) // self.size)
         self.on_gpu, self.has_argmax, self.prefixes = rng.random() < 0.5, rng.random() < 0.5, rng.random() < 0.8
         self.prefill_tokens = rng.choice([3, 16, 60, 1000])
+        self.hold_steps = random.Random(f"hold {seed}").choice([0, 0, 2, 3]) if self.on_gpu else 0
+        if self.hold_steps:
+            self.max_rows, self.n_blocks = 24, max(self.n_blocks, 1 + 400 // self.size)
         with mock.patch.object(threading.Thread, "start"):
             self.worker = ModelWorker("simulated", self.model, None, max_tokens=64, max_rows=1)
         self.worker._make = self.make_engine
@@ -188,7 +191,8 @@ class Simulation:
             engine = Engine(self.model, prefill_tokens=self.prefill_tokens, prefixes=self.prefixes, runner=runner)
         engine.runs_async = self.on_gpu
         engine.step = AnsweredOnce(engine.step)
-        runner.watch(engine.allocator)
+        engine.scheduler.hold_steps, engine.scheduler.large_batch = self.hold_steps, 4
+        runner.watch(engine.scheduler)
         self.turns = Turns(engine.scheduler)
         return engine
 
@@ -223,6 +227,10 @@ class Simulation:
         request = some_request(rng, self.model, f"request {self.n_submitted}")
         if self.texts and rng.random() < 0.3:  # as in a chat, an earlier text goes on
             request = replace(request, prompt=[*rng.choice(self.texts[-5:]), *ids(rng, rng.choice([1, 5]))])
+        if self.hold_steps and rng.random() < 0.98:  # a batch of such ones need not change in every step
+            plain: dict[str, Any] = dict(beams=1, n_best=1, lookup=False, grammar=None)
+            strategy = Strategy(temperature=request.strategy.temperature)
+            request = replace(request, **plain, strategy=strategy, max_new_tokens=rng.choice([12, 28]))
         reader = Reader(request, rng.choice([3, 30, *[10**6] * 6]))
         self.n_submitted += 1
         if rng.random() < 0.02 and self.previous is not None:
