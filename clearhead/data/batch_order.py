@@ -38,12 +38,17 @@ def held_out(n: int, share: float, seed: int) -> tuple[Rows, Rows]:
 
 
 class RowOrder:
-    """`rows_per_step` rows a step, shuffled anew in every epoch. A batch may span the end of one epoch and the next's start."""
+    """`rows_per_step` rows a step, shuffled anew in every epoch. A batch may span the end of one epoch and the next's start.
 
-    def __init__(self, n: int, rows_per_step: int, seed: int) -> None:
-        if n < 1 or rows_per_step < 1:
-            raise ConfigError(f"{rows_per_step} rows a step of {n} rows make no batches; both must be at least 1")
-        self.n, self.rows_per_step, self.seed = n, rows_per_step, seed
+    A list of (step, rows a step from there on), beginning with step 0, lets the number change.
+    """
+
+    def __init__(self, n: int, rows_per_step: int | Sequence[tuple[int, int]], seed: int) -> None:
+        self.stages = [(0, rows_per_step)] if isinstance(rows_per_step, int) else rows_per_step
+        fewest = min(rows for _, rows in self.stages)
+        if n < 1 or fewest < 1:
+            raise ConfigError(f"{fewest} rows a step of {n} rows make no batches; both must be at least 1")
+        self.n, self.seed = n, seed
         self._kept: tuple[int, Rows] = -1, np.zeros(0, np.int64)
 
     def rows(self, step: int) -> Rows:
@@ -51,7 +56,7 @@ class RowOrder:
 
     def parts(self, step: int) -> list[tuple[int, Rows]]:
         """The rows of a step, by epoch."""
-        place, stop = step * self.rows_per_step, (step + 1) * self.rows_per_step
+        place, stop = self._place(step), self._place(step + 1)
         parts: list[tuple[int, Rows]] = []
         while place < stop:
             epoch, first = divmod(place, self.n)
@@ -63,7 +68,14 @@ class RowOrder:
 
     def epoch(self, step: int) -> float:
         """Epochs done before this step."""
-        return step * self.rows_per_step / self.n
+        return self._place(step) / self.n
+
+    def _place(self, step: int) -> int:
+        """The number of rows before a step, over all epochs."""
+        stops = [*(first for first, _ in self.stages[1:]), step]
+        return sum(
+            rows * max(0, min(step, stop) - first) for (first, rows), stop in zip(self.stages, stops, strict=True)
+        )
 
 
 class TokenOrder:

@@ -6,6 +6,8 @@ attention to each token's own document.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from jaxtyping import Int
@@ -36,7 +38,7 @@ class Windows:
         seed: int,
         start: int = 0,
         stop: int | None = None,
-        rows_per_step: int = 1,
+        rows_per_step: int | Sequence[tuple[int, int]] = 1,
     ) -> None:
         self._column, self.length, self.seed = column, length, seed
         self.start, self.stop = start, len(column.flat) if stop is None else stop
@@ -55,7 +57,7 @@ class Windows:
         return self._n
 
     def starts(self, step: int) -> NDArray[np.int64]:
-        """The starts of the `rows_per_step` windows of a training step: a pure function of (seed, step)."""
+        """The starts of the windows of a training step: a pure function of (seed, step)."""
         return np.concatenate(
             [self.start + self._shift(epoch) + rows * self.length for epoch, rows in self._order.parts(step)]
         )
@@ -71,10 +73,13 @@ class Windows:
         """The starts of the windows of an evaluation; the last one may be shorter."""
         return np.arange(self.start, self.stop - 1, self.length)
 
-    def batch(self, starts: NDArray[np.int64]) -> tuple[Int[Tensor, "n length"], Int[Tensor, "n length"]]:
-        """The tokens of the windows, and the number of each token's document. After the end of the stream these are 0 and -1."""
+    def batch(
+        self, starts: NDArray[np.int64], length: int = 0
+    ) -> tuple[Int[Tensor, "n length"], Int[Tensor, "n length"]]:
+        """The tokens of the windows (of shorter ones, if a `length` is given), and the number of each token's document. After the
+        end of the stream these are 0 and -1."""
         assert self._column.offsets is not None
-        places = starts[:, None] + np.arange(self.length + 1)
+        places = starts[:, None] + np.arange((length or self.length) + 1)
         inside = places < self.stop
         places = np.minimum(places, self.stop - 1)
         documents = np.searchsorted(self._column.offsets, places, side="right") - 1

@@ -95,6 +95,7 @@ def program(config: Config, recipe: Recipe) -> dict[str, Any]:
     """What compiled code depends on."""
     t = recipe.train
     names = ("batch_tokens", "accumulate", "precision", "stream", "label_smoothing", "mask_share", "deterministic")
+    names += ("batch_doublings", "length_doublings")
     return (
         asdict(config)
         | {"task": recipe.task, "length": recipe.data.length}

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -30,7 +30,6 @@ class Display(Callbacks):
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
             TextColumn("{task.fields[text]}"),
             TimeElapsedColumn(),
             TextColumn("left"),
@@ -38,7 +37,7 @@ class Display(Callbacks):
         )
         self.bars = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self.steps: Any = None
-        self.began = 0  # at this step
+        self.began = self.total = 0  # at this step; the steps of the whole run
 
     def __enter__(self) -> Display:
         self.bars.start()
@@ -59,7 +58,7 @@ class Display(Callbacks):
         bar = self.bars.add_task(title, total=None, text="", visible=False)
 
         def move(done: int, total: int) -> None:
-            self.bars.update(bar, completed=done, total=total, visible=done < total)
+            self.bars.update(bar, completed=done, total=total, visible=done < total, text=f"{done:,}/{total:,}")
 
         return move
 
@@ -72,11 +71,11 @@ class Display(Callbacks):
         else:  # a line each, as long as it is: a pipe has no width to break it at
             for name, value in summary.items():
                 self.say(f"{name:<{max(map(len, summary))}}  {value}")
-        self.began = step
+        self.began, self.total = step, steps
         if step:
             self.say(f"going on from step {step:,}", "bold")
         self.console.print()
-        self.steps = self.bars.add_task("training", total=steps, completed=step, text="")
+        self.steps = self.bars.add_task("training", total=steps, completed=step, text=f"{step:,}/{steps:,}")
 
     def step(self, row: Row) -> None:
         share = row["utilisation"]
@@ -86,7 +85,9 @@ class Display(Callbacks):
         if self.bars.disable:
             self.say(f"step {row['step']:,}: {text}, {row['seconds']:.0f} s")
         else:
-            self.bars.update(self.steps, completed=row["step"], text=text)
+            # By work, not by steps: they may grow, and the time left follows from the bar.
+            done, count = row["progress"] * self.total, f"{row['step']:,}/{self.total:,}"
+            self.bars.update(self.steps, completed=done, text=f"{count} {text}")
 
     def evaluated(self, row: Row) -> None:
         self.say(f"step {row['step']:,}, held out: {spell_metrics(row)}", "bold")

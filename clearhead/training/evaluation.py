@@ -21,6 +21,7 @@ from clearhead.training.initialization import initial_model
 from clearhead.training.lora import gather_model
 from clearhead.training.prefetch import split_held_out, split_rows, to_device
 from clearhead.training.recipe import Recipe, Train
+from clearhead.training.schedules import mean_batch
 from clearhead.training.tasks import make_task
 from clearhead.training.tasks.task import Objective, Task
 
@@ -33,7 +34,7 @@ def rows_to_evaluate(task: Task) -> int:
     t, rows = task.recipe.train, task.shape[0]
     if t.evaluate_rows >= 0:
         return t.evaluate_rows
-    return max(rows, int(SHARE / FORWARD * t.evaluate_every * rows))
+    return max(rows, int(SHARE / FORWARD * t.evaluate_every * rows * mean_batch(t)))
 
 
 def evaluation_steps(task: Task) -> float:

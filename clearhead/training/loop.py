@@ -119,7 +119,7 @@ def run_steps(
     state = trainer.restore(checkpoints)
     log = MetricsLog(out if processes.is_first else None, step=state.step, tensorboard=t.tensorboard)
     meter = Meter(trainer.model.config, task, processes)
-    measured = trainer.time_step(state.step)
+    measured = trainer.time_step()
     summary = summarise(recipe, task, trainer.model, meter, trainer.tensors, measured, state.step, trainer.how)
     show.begin(summary, state.step, t.steps)
 

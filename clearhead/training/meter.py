@@ -25,9 +25,9 @@ from clearhead.training.tasks.task import Task
 USUAL_UTILISATION = 0.3  # the share of the measured peak that training usually reaches
 
 
-def step_cost(config: Config, task: Task, processes: Processes) -> Cost:
-    """The forecast of one pass of one process: a step's batch divided by processes and accumulated parts."""
-    t, (rows, length, source) = task.recipe.train, task.shape
+def step_cost(config: Config, task: Task, processes: Processes, shape: tuple[int, int, int] | None = None) -> Cost:
+    """The forecast of one pass of one process: a batch (of the last step's shape) divided by processes and accumulated parts."""
+    t, (rows, length, source) = task.recipe.train, shape or task.shape
     return cost(
         config,
         batch=max(1, rows // (t.accumulate * processes.world_size)),
@@ -77,10 +77,18 @@ class Meter:
         self.precision = "bfloat16" if uses_bfloat16(t, processes.device) else "float32"
         self.peak = measure_peak(processes.device, getattr(torch, self.precision))
         self.cost = step_cost(config, task, processes)
-        # FLOPs of a step of the usual shape, on all processes.
-        self.flops = self.cost.useful_flops * t.accumulate * processes.world_size
+        # FLOPs of a step on all processes, for each shape that steps have, and the last one's.
+        self.shapes = [
+            (first, stop, step_cost(config, task, processes, shape).useful_flops * t.accumulate * processes.world_size)
+            for first, stop, shape in task.shapes
+        ]
+        self.flops = self.shapes[-1][-1]
         self.closed: Interval | None = None
         self._clear()
+
+    def work(self, start: int, stop: int) -> float:
+        """FLOPs of the steps from `start` on, before `stop`, on all processes."""
+        return float(sum(flops * max(0, min(stop, end) - max(start, first)) for first, end, flops in self.shapes))
 
     def _clear(self) -> None:
         self.losses: list[Tensor] = []
@@ -166,8 +174,10 @@ class Meter:
         norm = sum(compress(norms, is_kept)) / sum(is_kept)
         row: Row = {"step": interval.step, "kind": "train", "loss": loss, "grad_norm": norm, **interval.more}
         row["tokens_per_second"] = interval.tokens / seconds
-        row["utilisation"] = interval.steps * self.flops / seconds / self.peak / self.processes.world_size
+        flops = self.work(interval.step - interval.steps, interval.step)
+        row["utilisation"] = flops / seconds / self.peak / self.processes.world_size
         row |= {"seconds": self._seconds(), "tokens": interval.all_tokens, "epoch": self.task.epoch(interval.step)}
+        row["progress"] = self.work(0, interval.step) / self.work(0, self.task.recipe.train.steps)
         row |= {"skipped": state.skipped} if state.skipped else {}
         return row, n
 

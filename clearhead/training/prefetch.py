@@ -38,7 +38,7 @@ def make_step_batch(task: Task, step: int, processes: Processes) -> StepBatch:
     rows = task.rows(step)
     parts = split_rows(rows, processes.rank, processes.world_size, task.accumulate)
     batches = [(to_device(task.batch(part, step), processes.device), weight) for part, weight in parts]
-    return StepBatch(batches, task.predictions(rows), task.tokens(rows))
+    return StepBatch(batches, task.predictions(rows, step), task.tokens(rows, step))
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

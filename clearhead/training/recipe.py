@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from clearhead.config import Config
 from clearhead.errors import ConfigError, InputError, did_you_mean
 from clearhead.families import preset, presets
-from clearhead.training.recipe_checks import check_files, check_lora, check_preset, check_values
+from clearhead.training.recipe_checks import check_files, check_growth, check_lora, check_preset, check_values
 from clearhead.training.recipe_fields import Data, Train, explain, spell
 
 if sys.version_info >= (3, 11):
@@ -48,6 +48,7 @@ class Recipe:
             raise ConfigError(f"there is no task {self.task!r}; {did_you_mean(str(self.task), TASKS)}")
         _check_model(self.task, self.model)
         check_values(self)
+        check_growth(self)
         check_files(self)
         check_lora(self)
 

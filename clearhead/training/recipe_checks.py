@@ -23,7 +23,7 @@ def check_values(recipe: Recipe) -> None:
             steps=1, batch_tokens=1, accumulate=1, warmup=0, average=0, patience=0, lora_rank=0, log_every=1, seed=0
         )
         | dict(evaluate_every=1, checkpoint_every=1, samples=0, score_rows=0, beams=1, evaluate_rows=-1, threads=0)
-        | dict(max_skips=0),
+        | dict(max_skips=0, batch_doublings=0, length_doublings=0),
         "data": dict(vocab_size=1, length=2, shift=0),
     }
     for part, table in (("train", train), ("data", data)):
@@ -74,6 +74,41 @@ def check_values(recipe: Recipe) -> None:
         raise ConfigError(
             f"train.batch_tokens={train.batch_tokens} is less than one window of data.length={data.length} tokens; raise "
             f"train.batch_tokens to {data.length} or more, or lower data.length"
+        )
+
+
+def check_growth(recipe: Recipe) -> None:
+    """Refuse schedules of batch and length where there are none, and those that do not divide batch or window."""
+    data, train = recipe.data, recipe.train
+    for name in ("batch_doublings", "length_doublings"):
+        if (value := getattr(train, name)) and recipe.task not in ("language", "mask"):
+            raise ConfigError(
+                f"train.{name}={value} has no effect: the batches of task={recipe.task!r} have rows of many lengths; leave it out, "
+                f"or train language or mask"
+            )
+    if not train.batch_doublings and not train.length_doublings:
+        if train.growth != type(train).growth:
+            raise ConfigError(
+                f"train.growth={train.growth} has no effect while nothing grows; set train.batch_doublings or "
+                f"train.length_doublings, or leave it out"
+            )
+        return
+    if not 0 < train.growth < 1:
+        raise ConfigError(
+            f"train.growth={train.growth} is not above 0 and below 1: the share of steps over which batch and length double; "
+            f"{type(train).growth} is usual"
+        )
+    shortest = data.length >> train.length_doublings
+    if shortest < 2 or shortest << train.length_doublings != data.length:
+        most = max(n for n in range(data.length.bit_length() - 1) if data.length % 2**n == 0)
+        raise ConfigError(
+            f"windows of data.length={data.length} can not be halved train.length_doublings={train.length_doublings} times into "
+            f"whole ones of 2 tokens or more; nearest valid: {most}"
+        )
+    if train.batch_tokens >> train.batch_doublings < data.length:
+        raise ConfigError(
+            f"train.batch_tokens={train.batch_tokens} halved train.batch_doublings={train.batch_doublings} times is less than one "
+            f"window of data.length={data.length} tokens; nearest valid: {(train.batch_tokens // data.length).bit_length() - 1}"
         )
 
 

@@ -52,6 +52,14 @@ class Train:
     accumulate: Annotated[
         int, "gradient accumulation: a step's batch is computed in so many parts, to fit in memory"
     ] = 1
+    batch_doublings: Annotated[
+        int,
+        "language, mask: so often the batch doubles until it is batch_tokens; 1: it starts with half. 0: it is constant",
+    ] = 0
+    length_doublings: Annotated[
+        int, "language, mask: so often the windows double until they are data.length; shorter ones are parts of these"
+    ] = 0
+    growth: Annotated[float, "the share of steps, from the start, over which batch and length double"] = 0.5
     optimizer: Annotated[Literal["adamw", "muon"], "muon: for the matrices of the blocks, AdamW for the rest"] = "adamw"
     lr: Annotated[float, "AdamW's highest learning rate; 0 with schedule noam is the paper's"] = 1e-3
     muon_lr: Annotated[float, "Muon's highest learning rate"] = 0.02

@@ -34,7 +34,7 @@ Records = dict[str, list[dict[str, Any]]]  # by kind
 Curves = dict[str, dict[str, Points]]  # by metric, by kind
 
 FILES = ("metrics.jsonl", "recipe.toml", "config.json", "environment.json")
-NOT_DRAWN = ("step", "kind", "seconds", "tokens", "epoch", "samples")
+NOT_DRAWN = ("step", "kind", "seconds", "tokens", "epoch", "progress", "samples")
 SAMPLES, SAMPLE_LETTERS, TEXT_LETTERS, PICTURE_BYTES = 20, 400, 10_000, 200_000  # keep the page under 300 kB
 
 # The explorer's colours: blue and orange stay apart with any colour vision, and the validation line has dots. Inks for paper,

@@ -11,6 +11,7 @@ from clearhead.models import Model
 from clearhead.training.evaluation import evaluation_steps
 from clearhead.training.meter import USUAL_UTILISATION, Meter
 from clearhead.training.recipe import Recipe
+from clearhead.training.schedules import spell_batch
 from clearhead.training.tasks.task import Task
 
 
@@ -24,16 +25,17 @@ def summarise(
     done: int = 0,
     how: str = "",
 ) -> dict[str, str]:
-    """What a user should know before the first step, as names and values. `measured`: seconds of a step; `done`: steps so far;
-    `how`: whether the step is compiled, and why."""
+    """What a user should know before the first step, as names and values. `measured`: seconds of the last step; `done`: steps so
+    far; `how`: whether the step is compiled, and why."""
     t, config = recipe.train, model.config
     n = sum(p.numel() for p in model.parameters())
     learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)
     layers = config.depth
     usual = meter.flops / (USUAL_UTILISATION * meter.peak * meter.processes.world_size)
-    left, basis = t.steps - done, f" at {USUAL_UTILISATION:.0%} of that" if measured is None else ""
+    basis = f" at {USUAL_UTILISATION:.0%} of that" if measured is None else ""
+    left = meter.work(done, t.steps) / meter.flops  # in steps like the last one
     seconds = (usual if measured is None else measured) * left
-    evaluations = (usual if measured is None else measured) * evaluation_steps(task) * left / t.steps
+    evaluations = (usual if measured is None else measured) * evaluation_steps(task) * (t.steps - done) / t.steps
     free = available_memory(meter.processes.device)
     peak, size = meter.cost.peak_bytes, sum(tensor.nbytes for tensor in tensors.values())
     spread = f", {meter.processes.world_size} processes ({t.parallel})" if meter.processes.world_size > 1 else ""
@@ -41,7 +43,7 @@ def summarise(
         "model": f"{config.shape}, {layers} layers of width {config.d_model}, {n:,} parameters"
         + ("" if learnt == n else f", {learnt:,} of them learn"),
         **task.facts.table,
-        "training": f"{t.steps:,} steps of {t.batch_tokens:,} tokens, {task.epoch(t.steps):.1f} epochs; "
+        "training": f"{t.steps:,} steps of {spell_batch(t)} tokens, {task.epoch(t.steps):.1f} epochs; "
         f"{t.optimizer}, {t.schedule}",
         "device": f"{meter.processes.device}, {meter.precision} products at {meter.peak / 1e9:,.0f} GFLOP/s{spread}",
         **({"speed": how} if how else {}),

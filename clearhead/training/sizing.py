@@ -17,6 +17,7 @@ from clearhead.errors import ConfigError
 from clearhead.training.distributed import choose_device
 from clearhead.training.initialization import guess_config
 from clearhead.training.recipe import Recipe
+from clearhead.training.schedules import mean_batch, spell_batch
 
 MINUTES = 8.0  # of a run on a CPU, unless the user says otherwise
 SHARE = 0.8  # of the time, for steps; the rest is for data, evaluations and checkpoints
@@ -42,15 +43,12 @@ def fit(recipe: Recipe, given: Collection[str], rate: float, n_tokens: float, mi
     t, flops = sized.train, _flops_a_token(sized)
     if "train.steps" in given:
         return sized
-    tokens = min(budget / flops, t.steps * t.batch_tokens, MOST_EPOCHS * n_tokens)
-    batch = t.batch_tokens
-    while (
-        "train.batch_tokens" not in given
-        and tokens / batch < ENOUGH_STEPS
-        and batch >= 2 * max(SMALL_BATCH, sized.data.length)
-    ):
+    mean = mean_batch(t)  # of a step's tokens, as a share of `batch`
+    tokens = min(budget / flops, t.steps * t.batch_tokens * mean, MOST_EPOCHS * n_tokens)
+    batch, smallest = t.batch_tokens, max(SMALL_BATCH, sized.data.length << t.batch_doublings)
+    while "train.batch_tokens" not in given and tokens / (batch * mean) < ENOUGH_STEPS and batch >= 2 * smallest:
         batch //= 2
-    steps = max(1, min(_round(tokens / batch), math.ceil(t.steps * t.batch_tokens / batch)))
+    steps = max(1, min(_round(tokens / (batch * mean)), math.ceil(t.steps * t.batch_tokens / batch)))
     often = math.ceil(steps / 10)
     chosen = dict(steps=steps, batch_tokens=batch, evaluate_every=often, checkpoint_every=often)
     chosen["warmup"] = min(t.warmup, often)
@@ -77,7 +75,7 @@ def _sizes(recipe: Recipe, given: Collection[str]) -> list[Recipe]:
 def _learns_enough(recipe: Recipe, given: Collection[str], budget: float, n_tokens: float) -> bool:
     """Whether a model of this size sees enough tokens in the time that there is; all of them, if the steps are given."""
     t = recipe.train
-    seen, wanted = budget / _flops_a_token(recipe), float(t.steps * t.batch_tokens)
+    seen, wanted = budget / _flops_a_token(recipe), t.steps * t.batch_tokens * mean_batch(t)
     if "train.steps" not in given:
         n_params = cost(guess_config(recipe), batch=1, length=_length(recipe), mode="train").params
         seen, wanted = min(seen, MOST_EPOCHS * n_tokens), min(wanted, float(TOKENS_A_PARAMETER * n_params))
@@ -156,8 +154,8 @@ def explain_fit(before: Recipe, after: Recipe, rate: float, n_tokens: float, min
         return ""
     config, t = guess_config(after), after.train
     data = "" if math.isinf(n_tokens) else f" and about {n_tokens:,.0f} tokens of data"
-    expected = t.steps * t.batch_tokens * _flops_a_token(after) / rate / SHARE / 60
-    shape = f"{config.depth} layers of width {config.d_model}, {t.steps:,} steps of {t.batch_tokens:,} tokens"
+    expected = t.steps * t.batch_tokens * mean_batch(t) * _flops_a_token(after) / rate / SHARE / 60
+    shape = f"{config.depth} layers of width {config.d_model}, {t.steps:,} steps of {spell_batch(t)} tokens"
     own = f"the recipe has {guess_config(before).d_model} and {before.train.steps:,}"
     return (
         f"chosen for this machine ({rate / 1e9:,.1f} GFLOP/s in training){data}: {shape}, about {max(1, expected):.0f} min; "

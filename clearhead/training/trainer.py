@@ -168,14 +168,15 @@ class Trainer:
             self.objective, self.task, self.processes, self.options, self.autocast, self.progress, final=final
         )
 
-    def time_step(self, step: int) -> float | None:
-        """Seconds of a training step, measured: one pass whose gradients are dropped. None where a pass says little about the rest.
+    def time_step(self) -> float | None:
+        """Seconds of the last step, measured: one pass whose gradients are dropped. None where it says little about the rest.
 
         (A GPU's first passes compile and record. Several processes would have to agree.)
         """
         if self.processes.device.type != "cpu" or self.processes.world_size > 1 or self.options.compile:
             return None
-        batch, seconds = make_step_batch(self.task, step, self.processes), 0.0
+        step, seconds = self.options.steps - 1, 0.0
+        batch = make_step_batch(self.task, step, self.processes)
         batch = replace(batch, parts=batch.parts[:1])
         for _ in range(2):  # the first pass also takes memory, and is enough if it was long
             began = time.perf_counter()

@@ -42,6 +42,26 @@ def test_every_row_once_an_epoch(n: int, rows_per_step: int, seed: int) -> None:
         assert sorted(rows[epoch * n : (epoch + 1) * n]) == list(range(n))
 
 
+@given(st.integers(1, 23), st.lists(st.tuples(st.integers(1, 5), st.integers(1, 31)), min_size=1, max_size=4))
+def test_rows_a_step_may_change(n: int, parts: list[tuple[int, int]]) -> None:
+    """Whatever the sizes of steps: every row once an epoch, and `epoch` counts what the steps before have had."""
+    stages: list[tuple[int, int]] = []
+    first = 0
+    for steps, rows_per_step in parts:
+        stages.append((first, rows_per_step))
+        first += steps
+    order, seen = RowOrder(n, stages, 3), np.zeros(0, np.int64)
+    for step in range(first + 3 * n):
+        assert order.epoch(step) == len(seen) / n
+        wanted = next(rows for start, rows in reversed(stages) if start <= step)
+        rows = order.rows(step)
+        assert len(rows) == wanted
+        seen = np.concatenate([seen, rows])
+    for epoch in range(len(seen) // n):
+        assert sorted(seen[epoch * n : (epoch + 1) * n]) == list(range(n))
+    assert RowOrder(n, stages, 3).rows(first).tolist() == order.rows(first).tolist()  # pure
+
+
 def test_row_order_is_a_pure_function() -> None:
     one, two = RowOrder(101, 7, 5), RowOrder(101, 7, 5)
     forward = [one.rows(step).tolist() for step in range(40)]
@@ -172,6 +192,8 @@ def test_refusals() -> None:
         in_order([np.zeros(0, np.int64)], 7)
     with pytest.raises(ConfigError, match="at least 1"):
         RowOrder(0, 5, 0)
+    with pytest.raises(ConfigError, match="0 rows a step of 7 rows"):
+        RowOrder(7, [(0, 0), (4, 5)], 0)
 
 
 def test_held_out() -> None:

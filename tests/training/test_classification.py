@@ -99,9 +99,9 @@ def test_predictions_are_counted(task: Classes):
     for step in range(7):
         rows = task.rows(step)
         batch = task.batch(rows, step)
-        assert task.predictions(rows) == int(task.count(batch)) == len(batch["inputs"])
+        assert task.predictions(rows, step) == int(task.count(batch)) == len(batch["inputs"])
         real = batch["mask"].sum() if "mask" in batch else len(rows) * 10  # nine patches and the class token
-        assert task.tokens(rows) == int(real)
+        assert task.tokens(rows, step) == int(real)
 
 
 def test_labels_are_the_rows_own(task: Classes):
@@ -131,7 +131,7 @@ def test_rows_that_fill_a_batch_up_change_nothing(tmp_path: Path):
     assert filled["inputs"].shape[0] % 13 == filled["inputs"].shape[1] % 8 == 0
     assert filled["inputs"].shape != plain["inputs"].shape
     assert_same(sums(task.losses(model, filled)), sums(task.losses(model, plain)))
-    assert int(task.count(filled)) == len(rows) == task.predictions(rows)
+    assert int(task.count(filled)) == len(rows) == task.predictions(rows, 0)
     assert len(task.write(model.eval(), final=True)[1]) == task.recipe.train.samples
 
 
@@ -239,7 +239,7 @@ def test_a_preset_says_how_many_tokens_a_picture_is(tmp_path: Path):
         recipe = picture_task(tmp_path).recipe
         task = make(replace(recipe, model=model, train=replace(recipe.train, batch_tokens=197)), tmp_path)
         assert task.length == (224 // side) ** 2 + 1
-        assert task.tokens(np.arange(3)) == 3 * task.length
+        assert task.tokens(np.arange(3), 0) == 3 * task.length
 
 
 def test_no_files_is_said(tmp_path: Path):

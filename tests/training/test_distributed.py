@@ -61,6 +61,11 @@ def assert_one_speaks(text: str) -> None:
     [
         ("translate", "ddp", dict(optimizer="adamw", accumulate=3, best="exact")),
         ("language", "ddp", dict(optimizer="muon", muon_iteration="polar", cautious_decay=True)),
+        (  # two processes and two parts, but one window a step at first
+            "language",
+            "ddp",
+            dict(optimizer="adamw", accumulate=2, length=28, batch_doublings=2, length_doublings=1),
+        ),
         (
             "translate",
             "fsdp",

@@ -102,7 +102,54 @@ def test_predictions_are_counted(tmp_path: Path):
     task = language(tmp_path)
     for step in range(23):  # several epochs
         rows = task.rows(step)
-        assert int(task.count(task.batch(rows, step))) == task.predictions(rows) == task.tokens(rows) == 7 * LENGTH
+        counted = task.predictions(rows, step), task.tokens(rows, step), int(task.count(task.batch(rows, step)))
+        assert counted == (7 * LENGTH,) * 3
+
+
+GROWING: dict[str, Any] = dict(steps=23, batch_doublings=2, length_doublings=1, growth=0.5)
+
+
+def growing(folder: Path, **train: Any) -> Language:
+    """Windows of 7, then 14, and 1, 3 and at last 7 of the long ones a step."""
+    lines = "\n".join(words(1 + i % 3, seed=i) for i in range(101))
+    data = dict(files=[write(folder / "text.txt", lines)], documents="line", length=14, valid_share=0.3)
+    return make(recipe_of("language", data=data, batch_tokens=7 * 14, **{**GROWING, **train}), folder)
+
+
+def test_batch_and_length_grow(tmp_path: Path):
+    task = growing(tmp_path)
+    shapes = [tuple(task.batch(task.rows(step), step)["tokens"].shape) for step in range(23)]
+    assert shapes == 6 * [(2, 7)] + 5 * [(6, 7)] + 12 * [(7, 14)]
+    assert task.shapes == [(0, 6, (2, 7, 0)), (6, 11, (6, 7, 0)), (11, 23, (7, 14, 0))]
+    assert not task.is_even
+    assert task.facts.table["windows"] == "2 of 7 from step 0, 6 of 7 from step 6, 7 of 14 from step 11"
+    for step in range(23):
+        rows = task.rows(step)
+        count = shapes[step][0] * shapes[step][1]
+        assert task.predictions(rows, step) == task.tokens(rows, step) == count
+        assert int(task.count(task.batch(rows, step))) == count
+    seen = sum(rows * length for rows, length in shapes)
+    assert task.epoch(23) == pytest.approx(seen / (14 * len(task.windows)))
+    assert {task.held_out_batch(rows)["tokens"].shape[1] for rows in task.held_out()} == {14}
+
+
+def test_shorter_windows_are_parts_of_the_long_ones(tmp_path: Path):
+    """With a length schedule the steps predict the same tokens."""
+    short, long = (
+        growing(tmp_path / "a", batch_doublings=0),
+        growing(tmp_path / "b", batch_doublings=0, length_doublings=0, growth=0.5),
+    )
+    for step in range(23):
+        parts, whole = (task.batch(task.rows(step), step) for task in (short, long))
+        for name in ("tokens", "targets"):
+            assert parts[name].flatten().tolist() == whole[name].flatten().tolist()
+
+
+def test_short_windows_one_by_one(tmp_path: Path):
+    task = growing(tmp_path)
+    model = model_for(task)
+    rows = task.rows(6)
+    assert_same(sums(task.losses(model, task.batch(rows, 6))), one_by_one(task, model, rows, 6))
 
 
 def test_held_out_text_is_not_learnt_from(tmp_path: Path):

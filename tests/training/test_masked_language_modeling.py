@@ -40,12 +40,25 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Masked:
 
 
 def test_each_row_has_as_many_guesses(task: Masked):
-    assert task.n_masked == round(0.3 * LENGTH) == 9
+    assert task.n_masked(LENGTH) == round(0.3 * LENGTH) == 9
     for step in range(11):
         rows = task.rows(step)
         batch = task.batch(rows, step)
         assert ((batch["targets"] != IGNORED).sum(1) == 9).all()
-        assert int(task.count(batch)) == task.predictions(rows) == 9 * len(rows)
+        assert int(task.count(batch)) == task.predictions(rows, step) == 9 * len(rows)
+
+
+def test_short_windows_have_the_same_share_of_guesses(tmp_path: Path):
+    text = write(tmp_path / "text.txt", words(307))
+    train: dict[str, Any] = dict(steps=8, batch_tokens=5 * 20, mask_share=0.3, length_doublings=1)
+    task = make(recipe_of("mask", data=dict(files=[text], length=20), **train), tmp_path)
+    model = model_for(task).train()
+    for step, guesses in ((0, 3), (7, 6)):
+        rows = task.rows(step)
+        batch = task.batch(rows, step)
+        assert ((batch["targets"] != IGNORED).sum(1) == guesses).all()
+        assert task.predictions(rows, step) == guesses * len(rows) == 30
+        assert_same(sums(task.losses(model, batch)), one_by_one(task, model, rows, step))
 
 
 def test_eight_hidden_one_replaced_one_left(task: Masked):
@@ -120,7 +133,7 @@ def test_a_window_may_have_fewer_tokens_than_guesses(tmp_path: Path):
     rows = task.valid.in_order()[-1:]
     batch = task.held_out_batch(rows)
     n_real = int((batch["documents"] >= 0).sum())
-    assert n_real < task.n_masked
+    assert n_real < task.n_masked(LENGTH)
     assert int(task.count(batch)) == n_real
     logits = model(batch["tokens"], documents(batch["documents"]))
     loss = F.cross_entropy(logits[0], batch["targets"][0], ignore_index=IGNORED, reduction="sum")

@@ -62,10 +62,10 @@ class Counting(Task):
         self.made.append(step)
         return {"rows": torch.from_numpy(rows), "step": torch.tensor(step)}
 
-    def predictions(self, rows: Rows) -> int:
+    def predictions(self, rows: Rows, step: int) -> int:
         return 2 * len(rows)
 
-    def tokens(self, rows: Rows) -> int:
+    def tokens(self, rows: Rows, step: int) -> int:
         return 3 * len(rows)
 
     def losses(self, model: Any, batch: Batch) -> Any:

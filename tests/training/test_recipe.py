@@ -186,6 +186,53 @@ def test_wrong_settings(setting: str, words: str):
         LANGUAGE.with_set([setting])
 
 
+@pytest.mark.parametrize(
+    ("task", "settings", "words"),
+    [
+        (
+            "translate",
+            ["train.batch_doublings=1"],
+            r"batch_doublings=1 has no effect.*task='translate'.*language or mask",
+        ),
+        ("classify", ["train.length_doublings=2"], r"length_doublings=2 has no effect.*task='classify'.*leave it out"),
+        ("language", ["train.batch_doublings=-1"], r"batch_doublings=-1 is too small; nearest valid: 0"),
+        (
+            "language",
+            ["train.growth=0.4"],
+            r"growth=0\.4 has no effect while nothing grows; set train\.batch_doublings",
+        ),
+        (
+            "mask",
+            ["train.batch_doublings=1", "train.growth=0"],
+            r"growth=0\.0 is not above 0 and below 1.*0\.5 is usual",
+        ),
+        ("mask", ["train.batch_doublings=1", "train.growth=1"], r"growth=1\.0 is not above 0 and below 1"),
+        (
+            "language",
+            ["train.length_doublings=3", "data.length=28"],
+            r"data\.length=28 .*length_doublings=3 .*valid: 2",
+        ),
+        ("language", ["train.length_doublings=3", "data.length=27"], r"data\.length=27 .*nearest valid: 0"),
+        ("language", ["train.length_doublings=5", "data.length=32"], r"2 tokens or more; nearest valid: 4"),
+        ("mask", ["train.length_doublings=1000000000"], r"data\.length=256 .*nearest valid: 7"),
+        (
+            "language",
+            ["train.batch_doublings=5"],
+            r"batch_tokens=4096 .*batch_doublings=5 .*length=256 .*nearest valid: 4",
+        ),
+        ("mask", ["train.batch_doublings=1000000000"], r"less than one window.*nearest valid: 4"),
+    ],
+)
+def test_what_can_not_grow(task: Any, settings: list[str], words: str):
+    with pytest.raises(ConfigError, match=words):
+        Recipe(task=task).with_set(settings)
+
+
+@pytest.mark.parametrize("settings", [["train.batch_doublings=4"], ["train.length_doublings=7", "train.growth=0.3"]])
+def test_what_can_grow(settings: list[str]):
+    assert LANGUAGE.with_set(settings) != LANGUAGE
+
+
 def test_the_paper_s_rate_needs_no_number():
     assert LANGUAGE.with_set(["train.schedule=noam", "train.lr=0"]).train.lr == 0
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from clearhead.errors import CheckpointError, ConfigError, InputError
 from clearhead.training import Recipe, train
+from clearhead.training.schedules import stages
 from training.tiny_runs import (
     ROOT,
     Watching,
@@ -84,6 +85,31 @@ def test_stopped_and_resumed_is_left_alone(task: str, change: str, tmp_path: Pat
     assert stop_and_resume(recipe, stopped, *stops).is_complete
     assert weights(alone) == weights(stopped)
     assert metrics(alone) == metrics(stopped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["language", "mask"])
+def test_growing_runs_resume(task: str, tmp_path: Path) -> None:
+    """Stopped within a stage, at its end, and again in the last one; rows of metrics span two stages."""
+    recipe = make_recipe(
+        task, tmp_path, length=28, steps=9, batch_doublings=2, length_doublings=1, growth=0.7, log_every=2
+    )
+    assert [stage.first for stage in stages(recipe.train)] == [0, 3, 6]
+    train(recipe, tmp_path / "alone")
+    assert stop_and_resume(recipe, tmp_path / "stopped", 2, 6, 8).is_complete
+    assert weights(tmp_path / "alone") == weights(tmp_path / "stopped")
+    assert metrics(tmp_path / "alone") == metrics(tmp_path / "stopped")
+    rows = [row for row in metrics(tmp_path / "alone") if row["kind"] == "train"]
+    assert [row["tokens"] for row in rows] == [56, 140, 252, 476, 588]  # 1, 2 and 4 windows of 28 a step
+    assert [row["progress"] for row in rows] == sorted(row["progress"] for row in rows)
+    assert rows[-1]["progress"] == 1
+    killed, often = tmp_path / "killed", replace(recipe, train=replace(recipe.train, checkpoint_every=3))
+    train(often, killed)
+    (killed / "checkpoints" / "step-00000009" / "state.json").unlink()
+    show = Watching()
+    train(often, killed, resume=True, show=show)
+    assert show.began == 6
+    assert weights(killed) == weights(tmp_path / "alone")
 
 
 def test_checkpoints_between_two_logged_steps_lose_no_loss(tmp_path: Path) -> None:

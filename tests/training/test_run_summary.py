@@ -13,7 +13,7 @@ from rich.console import Console
 from clearhead.training import meter as meters
 from clearhead.training import run_summary
 from clearhead.training.display import Display
-from clearhead.training.evaluation import evaluation_steps
+from clearhead.training.evaluation import evaluation_steps, rows_to_evaluate
 from clearhead.training.meter import Meter
 from clearhead.training.run_summary import format_seconds, summarise
 from training.tiny_tasks import ALONE, make, model_for, recipe_of, words, write
@@ -84,6 +84,47 @@ def test_a_measured_step_is_the_forecast(tmp_path: Path):
     assert "at 30%" not in table["forecast"]
     half = summarise(task.recipe, task, model, meter, {}, measured=1.0, done=500)
     assert half["forecast"].startswith(f"about {format_seconds(500 + evaluations / 2)}, ")
+
+
+def test_steps_that_grow_are_forecast_by_their_work(tmp_path: Path):
+    """Half of the steps with half of the batch: three quarters of the time, of the tokens and of the evaluated rows."""
+    task = language(tmp_path, steps=1000, evaluate_every=10, batch_doublings=1)
+    model = model_for(task)
+    meter = Meter(model.config, task, ALONE)
+    # 3 and then 7 windows
+    assert meter.work(0, 1000) == pytest.approx(meter.flops * (500 * 3 / 7 + 500))
+    assert meter.work(499, 501) == pytest.approx(meter.flops * (3 / 7 + 1))
+    assert rows_to_evaluate(task) == int(0.3 * 10 * 7 * 0.75)
+    evaluations = evaluation_steps(task)
+    for done, left in ((0, 500 * 3 / 7 + 500), (700, 300)):
+        table = summarise(task.recipe, task, model, meter, {}, measured=1.0, done=done)
+        assert table["forecast"].startswith(f"about {format_seconds(left + evaluations * (1 - done / 1000))}, ")
+    assert "1,000 steps of 45 to 91 tokens" in table["training"]
+    assert table["windows"] == "3 of 13 from step 0, 7 of 13 from step 500"
+
+
+def test_shorter_windows_take_less_attention(tmp_path: Path):
+    data = dict(files=[write(tmp_path / "text.txt", words(307))], length=64)
+    task = make(recipe_of("language", data=data, batch_tokens=128, steps=10, length_doublings=3), tmp_path)
+    work = [Meter(model_for(task).config, task, ALONE).work(step, step + 1) for step in range(10)]
+    assert work == sorted(work)
+    assert 0.5 * work[-1] < work[0] < work[-1]
+
+
+def test_the_bar_moves_with_the_work() -> None:
+    """So that the time left is right when steps grow; the numbers beside it are steps."""
+    written = io.StringIO()
+    with Display(Console(file=written, force_terminal=True, width=150)) as display:
+        display.begin({}, 0, 10)
+        row = dict(step=5, loss=2.0, tokens_per_second=700.0, utilisation=0.3, seconds=8.0, progress=0.25)
+        display.step(row)
+        (bar,) = display.bars.tasks
+        assert (bar.completed, bar.total) == (2.5, 10)
+        display.bars.refresh()
+        move = display.progress("tokenising")
+        move(1_500, 2_000)
+        assert display.bars.tasks[-1].fields["text"] == "1,500/2,000"
+    assert "5/10 loss 2.0000, 700 tokens/s" in written.getvalue()
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

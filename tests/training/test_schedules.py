@@ -1,4 +1,4 @@
-"""Learning rate schedules: the paper's formula, and properties that hold for all settings."""
+"""Schedules of the rate, the batch and the length: the paper's formula, and properties that hold for all settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from clearhead.lessons import references
 from clearhead.training.recipe import Train
-from clearhead.training.schedules import lr_factor, max_lr
+from clearhead.training.schedules import lr_factor, max_lr, mean_batch, spell_batch, stages
 
 CLOSE = 1e-12  # float64, a handful of operations
 
@@ -86,3 +86,30 @@ def test_without_warmup_the_first_step_is_whole():
 
 def test_wsd_without_decay_is_constant():
     assert rates(schedule="wsd", steps=5, warmup=2, decay=0.0) == [0.5, 1, 1, 1, 1]
+
+
+@given(st.integers(1, 10**6), st.integers(0, 5), st.integers(0, 5), st.floats(0.01, 0.999))
+def test_stages_only_grow_and_end_full(steps: int, batch: int, length: int, growth: float):
+    train = Train(steps=steps, batch_doublings=batch, length_doublings=length, growth=growth)
+    found = stages(train)
+    assert found[0].first == 0
+    assert found[-1].stop == steps
+    assert all(a.stop == b.first for a, b in pairwise(found))
+    assert all(stage.first < stage.stop for stage in found)
+    assert found[-1][2:] == (0, 0)
+    for name, n in (("batch_halvings", batch), ("length_halvings", length)):
+        halvings = [getattr(stage, name) for stage in found]
+        assert halvings == sorted(halvings, reverse=True)
+        assert max(halvings) <= n
+        if growth * steps >= n + 1:  # a step or more for each
+            assert set(halvings) == set(range(n + 1))
+    assert mean_batch(train) <= 1
+    assert (mean_batch(train) == 1) == (found[0].batch_halvings == 0)
+
+
+def test_doublings_are_at_equal_distances():
+    train = Train(steps=100, batch_tokens=4096, batch_doublings=2, length_doublings=1, growth=0.4)
+    assert [tuple(stage) for stage in stages(train)] == [(0, 20, 2, 1), (20, 40, 1, 1), (40, 100, 0, 0)]
+    assert mean_batch(train) == (20 / 4 + 20 / 2 + 60) / 100
+    assert spell_batch(train) == "1,024 to 4,096"
+    assert spell_batch(Train(batch_tokens=4096)) == "4,096"

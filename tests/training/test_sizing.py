@@ -14,6 +14,7 @@ from clearhead.costs.forecast import cost
 from clearhead.errors import ConfigError
 from clearhead.training import Recipe, find_recipe, sizing
 from clearhead.training.initialization import guess_config
+from clearhead.training.schedules import mean_batch
 from clearhead.training.sizing import MINUTES, MOST_EPOCHS, count_tokens, explain_fit, fit, fit_to_machine
 from training.tiny_runs import write_pictures
 
@@ -48,6 +49,23 @@ def test_a_first_run_ends_in_minutes(name: str, rate: float) -> None:
     assert recipe.train.evaluate_every * 10 <= recipe.train.steps
     assert recipe.train.warmup <= recipe.train.steps // 10
     assert recipe.model.get("n_decoder_layers", 0) in (0, recipe.model["n_layers"])
+
+
+@pytest.mark.parametrize("rate", [4e9, LAPTOP, DESKTOP])
+def test_a_growing_batch_gets_more_steps_for_its_minutes(rate: float) -> None:
+    """Steps that are smaller at first: as many tokens as without. A batch is not made smaller than its first window allows."""
+    shipped = find_recipe("language")
+    plain, growing = (
+        fit(shipped.with_set([f"train.batch_doublings={n}"]), (), rate, SHAKESPEARE, MINUTES) for n in (0, 3)
+    )
+    assert growing.model == plain.model
+    t = growing.train
+    assert t.batch_tokens >> 3 >= growing.data.length
+    tokens = t.steps * t.batch_tokens * mean_batch(t)
+    # Two digits of steps are kept.
+    assert tokens == pytest.approx(plain.train.steps * plain.train.batch_tokens, rel=0.1)
+    said = explain_fit(shipped, growing, rate, SHAKESPEARE, MINUTES)
+    assert f"{t.steps:,} steps of {t.batch_tokens // 8:,} to {t.batch_tokens:,} tokens" in said
 
 
 def test_the_recipe_as_shipped_took_hours() -> None:

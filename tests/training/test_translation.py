@@ -63,7 +63,7 @@ def test_rows_that_fill_a_batch_up_change_nothing(task: Translate, monkeypatch: 
     assert all(tensor.shape[0] % 13 == tensor.shape[1] % 24 == 0 for tensor in filled.values())
     assert filled["source"].shape != plain["source"].shape
     assert_same(sums(task.losses(model, filled)), sums(task.losses(model, plain)))
-    assert int(task.count(filled)) == task.predictions(rows)
+    assert int(task.count(filled)) == task.predictions(rows, 0)
 
 
 def test_a_packed_batch_is_its_rows(tmp_path: Path):
@@ -77,7 +77,7 @@ def test_a_packed_batch_is_its_rows(tmp_path: Path):
         rows = task.rows(step)
         packed = task.batch(rows, step)
         shapes.add(tuple(tensor.shape for tensor in packed.values()))
-        assert int(task.count(packed)) == task.predictions(rows)
+        assert int(task.count(packed)) == task.predictions(rows, step)
         shape, task.packed = task.packed, None
         padded = task.batch(rows, step)
         task.packed = shape
@@ -124,8 +124,8 @@ def test_predictions_and_tokens_are_counted(task: Translate):
     for step in range(29):
         rows = task.rows(step)
         batch = task.batch(rows, step)
-        assert task.predictions(rows) == int(task.count(batch))
-        assert task.tokens(rows) == int(batch["mask"].sum() + task.count(batch))
+        assert task.predictions(rows, step) == int(task.count(batch))
+        assert task.tokens(rows, step) == int(batch["mask"].sum() + task.count(batch))
         assert max(batch["source"].numel(), batch["targets"].numel()) <= 211
 
 

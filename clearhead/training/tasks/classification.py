@@ -76,7 +76,7 @@ class Classes(Task):
         fields = dict(shape="encoder", head="classes", labels=tuple(self.labels), n_classes=len(self.labels), **fields)
         self.facts = Facts(fields, Generation(pad=pad), table, corpus.notes)
 
-    def predictions(self, rows: Rows) -> int:
+    def predictions(self, rows: Rows, step: int) -> int:
         return len(rows)
 
     def count(self, batch: Batch) -> Tensor:
@@ -166,7 +166,7 @@ class TextClasses(Classes):
         table["padding"] = f"{padding_waste([lengths], first):.1%} of a batch"
         self._facts(corpus, dict(vocab_size=tokenizer.vocab_size, max_len=d.length), table, tokenizer.pad)
 
-    def tokens(self, rows: Rows) -> int:
+    def tokens(self, rows: Rows, step: int) -> int:
         return int(self.store["text"].lengths[self.chosen[rows]].sum())
 
     def held_out(self) -> list[Rows]:
@@ -253,7 +253,7 @@ class PictureClasses(Classes):
         table = {"pictures": f"{channels} x {size} x {size}, {self.length} tokens each"}
         self._facts(corpus, dict(inputs="patches", image_size=size, n_channels=channels), table)
 
-    def tokens(self, rows: Rows) -> int:
+    def tokens(self, rows: Rows, step: int) -> int:
         return len(rows) * self.length
 
     def held_out(self) -> list[Rows]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -21,6 +22,7 @@ from clearhead.kernels.cross_entropy import IGNORED
 from clearhead.layers.masks import documents
 from clearhead.models import Decoder, Model
 from clearhead.training.report_figures import AttentionPicture
+from clearhead.training.schedules import Stage, stages
 from clearhead.training.tasks.corpus import Corpus
 from clearhead.training.tasks.task import Batch, Facts, Losses, Rows, Sample, Task, token_losses
 
@@ -28,10 +30,13 @@ PROMPT, CONTINUED = 32, 64  # tokens of a sample
 
 
 class WindowTask(Task):
-    """Shared by language modelling and masking: texts one after the other, cut into windows of equal length."""
+    """Shared by language modelling and masking: texts one after the other, cut into windows of equal length.
+
+    A batch schedule takes fewer windows at first. A length schedule cuts the windows of a step into parts, so that it sees the same
+    tokens in the same steps as without.
+    """
 
     special = ("<pad>", "<s>", "</s>", "<unk>")
-    is_even = True
 
     def __init__(self, corpus: Corpus) -> None:
         super().__init__(corpus.recipe)
@@ -64,11 +69,13 @@ class WindowTask(Task):
         store = prepare("text", d.files)
         held = prepare("valid", d.valid) if d.valid else store
         cut = None if d.valid else split_stream(len(store["text"].flat), d.valid_share)
-        rows = self.recipe.train.batch_tokens // d.length
+        self.length, self.stages = d.length, stages(self.recipe.train)
+        self.is_even = len(self.stages) == 1
+        rows = [(each.first, self._count_windows(each)) for each in self.stages]
         self.windows = Windows(store["text"], d.length, seed, stop=cut, rows_per_step=rows)
         self.valid = Windows(held["text"], d.length, seed, start=cut or 0)
         self.bytes_per_token = held.info["bytes"] / max(len(held["text"].flat), 1)
-        self.length, self.shape = d.length, (rows, d.length, 0)
+        self.shape = self.shapes[-1][-1]
         eos = tokenizer.eos
         self.facts = Facts(
             fields=self.fields(tokenizer.vocab_size),
@@ -76,6 +83,7 @@ class WindowTask(Task):
             table={
                 "text": f"{size(self.windows):,} tokens to learn from, {size(self.valid):,} held out",
                 "vocabulary": f"{tokenizer.vocab_size:,} tokens, {self.bytes_per_token:.2f} bytes each",
+                **self._spell_stages(),
             },
             notes=corpus.notes,
         )
@@ -83,17 +91,41 @@ class WindowTask(Task):
     def fields(self, vocab_size: int) -> dict[str, Any]:
         return dict(shape="decoder", vocab_size=vocab_size, max_len=self.length)
 
+    @property
+    def shapes(self) -> list[tuple[int, int, tuple[int, int, int]]]:
+        return [
+            (each.first, each.stop, (self._count_windows(each) << n, self.length >> n, 0))
+            for each in self.stages
+            for n in [each.length_halvings]
+        ]
+
+    def _count_windows(self, stage: Stage) -> int:
+        """Whole windows in a step's batch."""
+        return (self.recipe.train.batch_tokens >> stage.batch_halvings) // self.length
+
+    def _spell_stages(self) -> dict[str, str]:
+        """The growth of batch and length, for the summary."""
+        if self.is_even:
+            return {}
+        spelled = (f"{rows:,} of {length:,} from step {first:,}" for first, _, (rows, length, _) in self.shapes)
+        return {"windows": ", ".join(spelled)}
+
+    def length_at(self, step: int) -> int:
+        """The length of the windows of a step."""
+        return next(length for first, _, (_, length, _) in reversed(self.shapes) if first <= step)
+
     def rows(self, step: int) -> Rows:
-        return self.windows.starts(step)
+        parts = np.arange(0, self.length, self.length_at(step))
+        return (self.windows.starts(step)[:, None] + parts).ravel()
 
     def epoch(self, step: int) -> float:
         return self.windows.epoch(step)
 
-    def predictions(self, rows: Rows) -> int:
-        return len(rows) * self.length
+    def predictions(self, rows: Rows, step: int) -> int:
+        return len(rows) * self.length_at(step)
 
-    def tokens(self, rows: Rows) -> int:
-        return len(rows) * self.length
+    def tokens(self, rows: Rows, step: int) -> int:
+        return len(rows) * self.length_at(step)
 
     def held_out(self) -> list[Rows]:
         at_once = max(1, self.shape[0] // self.recipe.train.accumulate)
@@ -105,7 +137,7 @@ class Language(WindowTask):
     """Predict each token from the tokens before it in its document."""
 
     def batch(self, rows: Rows, step: int) -> Batch:
-        return split_windows(*self.windows.batch(rows))
+        return split_windows(*self.windows.batch(rows, self.length_at(step)))
 
     def held_out_batch(self, rows: Rows) -> Batch:
         return split_windows(*self.valid.batch(rows))

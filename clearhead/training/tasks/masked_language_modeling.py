@@ -33,18 +33,21 @@ class Masked(WindowTask):
                 "hiding tokens needs a mask token, and this tokenizer has none; train one, or choose another"
             )
         self.mask = tokenizer.mask
-        self.n_masked = max(1, round(self.recipe.train.mask_share * self.length))
         # A replacement is any token that is not special.
         self.plain = np.setdiff1d(np.arange(tokenizer.vocab_size), sorted(tokenizer.special_ids))
 
     def fields(self, vocab_size: int) -> dict[str, Any]:
         return dict(shape="encoder", head="tokens", vocab_size=vocab_size, max_len=self.length)
 
-    def predictions(self, rows: Rows) -> int:
-        return len(rows) * self.n_masked
+    def n_masked(self, length: int) -> int:
+        """The tokens to predict in a window."""
+        return max(1, round(self.recipe.train.mask_share * length))
+
+    def predictions(self, rows: Rows, step: int) -> int:
+        return len(rows) * self.n_masked(self.length_at(step))
 
     def batch(self, rows: Rows, step: int) -> Batch:
-        tokens, numbers = self.windows.batch(rows)
+        tokens, numbers = self.windows.batch(rows, self.length_at(step))
         return self._mask_tokens(tokens, numbers, rows, step)
 
     def held_out_batch(self, rows: Rows) -> Batch:
@@ -54,10 +57,11 @@ class Masked(WindowTask):
     def _mask_tokens(self, tokens: Tensor, numbers: Tensor, rows: Rows, step: int) -> Batch:
         tokens, numbers = tokens[:, :-1].clone(), numbers[:, :-1]
         targets = torch.full_like(tokens, IGNORED)
+        n_masked = self.n_masked(tokens.shape[1])
         for i, row in enumerate(rows):
             random = row_generator(self.recipe.train.seed, step, int(row))
             real = np.flatnonzero((numbers[i] >= 0).numpy())
-            places = random.permutation(real)[: self.n_masked]
+            places = random.permutation(real)[:n_masked]
             lots = random.random(len(places))
             others = random.choice(self.plain, len(places))
             shown = np.where(lots < 0.8, self.mask, np.where(lots < 0.9, others, tokens[i].numpy()[places]))
@@ -70,7 +74,8 @@ class Masked(WindowTask):
         checkpointing = self.recipe.train.checkpointing and model.training
         states = model.states(batch["tokens"], documents(batch["documents"]), checkpointing=checkpointing)
         # Only predicted tokens need the product with the vocabulary; the same number in each row, for one shape.
-        places = (batch["targets"] != IGNORED).int().topk(self.n_masked).indices
+        n_masked = self.n_masked(batch["targets"].shape[1])
+        places = (batch["targets"] != IGNORED).int().topk(n_masked).indices
         rows = torch.arange(len(places), device=places.device)[:, None]
         return token_losses(
             model, states[rows, places], batch["targets"][rows, places], self.recipe.train.label_smoothing

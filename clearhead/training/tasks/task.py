@@ -73,6 +73,11 @@ class Task(ABC):
         self.recipe = recipe
         self.accumulate = recipe.train.accumulate  # the trainer doubles it when memory does not suffice
 
+    @property
+    def shapes(self) -> list[tuple[int, int, tuple[int, int, int]]]:
+        """The shape of a typical batch, from a first step on and before another; `shape` is that of the last step."""
+        return [(0, self.recipe.train.steps, self.shape)]
+
     def pack(self, model: Model) -> bool:
         """From now on pack a batch's texts one after the other instead of padding them. Returns False if task or model can not."""
         return False
@@ -90,12 +95,12 @@ class Task(ABC):
         """The tensors of these rows at this step."""
 
     @abstractmethod
-    def predictions(self, rows: Rows) -> int:
-        """The number of predictions in these rows: a sum of losses is divided by it."""
+    def predictions(self, rows: Rows, step: int) -> int:
+        """The number of predictions in these rows at this step: a sum of losses is divided by it."""
 
     @abstractmethod
-    def tokens(self, rows: Rows) -> int:
-        """The number of tokens in these rows, without padding."""
+    def tokens(self, rows: Rows, step: int) -> int:
+        """The number of tokens in these rows at this step, without padding."""
 
     @abstractmethod
     def losses(self, model: Model, batch: Batch) -> Losses:

@@ -110,10 +110,10 @@ class Translate(Task):
         self.facts.table["padding"] = "none: texts lie one after the other"
         return True
 
-    def predictions(self, rows: Rows) -> int:
+    def predictions(self, rows: Rows, step: int) -> int:
         return int(self.pairs["target"].lengths[self.chosen[rows]].sum())
 
-    def tokens(self, rows: Rows) -> int:
+    def tokens(self, rows: Rows, step: int) -> int:
         chosen = self.chosen[rows]
         return int(sum(self.pairs[name].lengths[chosen].sum() for name in ("source", "target")))
 
