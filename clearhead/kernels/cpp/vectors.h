@@ -86,6 +86,19 @@ inline float sum(Wide value) {
 #endif
 }
 
+// A bit for each number of a that is larger than that of b.
+inline unsigned above(Wide a, Wide b) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ);
+#elif defined(__AVX__)
+    return (unsigned)_mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GT_OQ));
+#else
+    unsigned bits = 0;
+    for (int i = 0; i < WIDE; i++) bits |= (unsigned)(a[i] > b[i]) << i;
+    return bits;
+#endif
+}
+
 // The first or second half of a0 b0 a1 b1 ..
 template <int HALF, size_t... I>
 inline Wide interleave(Wide a, Wide b, std::index_sequence<I...>) {
