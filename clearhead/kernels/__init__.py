@@ -64,6 +64,7 @@ __all__ = [
     "block_sparse_attention",
     "can_read",
     "capture",
+    "draw",
     "find_tiles",
     "flex_side",
     "gpu_kernels",
@@ -262,3 +263,11 @@ def top_log_probs(
     if logits.device.type == "cpu" and logits.dtype == torch.float32 and is_plain(logits) and native.is_there():
         return native.top_log_probs(logits.contiguous(), n, bias)
     return None
+
+
+def draw(logits: Float[Tensor, "R V"], seeds: Int[Tensor, " R"], steps: Int[Tensor, " R"]) -> Int[Tensor, " R"] | None:
+    """A token for each row with the probabilities softmax(logits), as `sample` in sampling/strategy.py draws it."""
+    is_float = logits.device.type == seeds.device.type == "cpu" and logits.dtype == torch.float32
+    if not is_float or not logits.numel() or not is_plain(logits) or not native.is_there():
+        return None
+    return native.draw(logits.contiguous(), seeds.long().contiguous(), steps.long().contiguous())

@@ -6,6 +6,7 @@
 // and for attention over whole texts whose head width is no multiple of 16; there the last bits depend on the batch.
 
 #include "cpp/decode_step.h"
+#include "cpp/draw.h"
 #include "cpp/linear.h"
 #include "cpp/paged_attention.h"
 #include "cpp/quantize.h"

@@ -30,6 +30,7 @@ SIGNATURES: dict[str, tuple[list[Any], Any]] = {  # arguments and result; a resu
     "text_attention": ([POINTER] * 6 + [INT] * 12 + [FLOAT, SMALL, SMALL], None),
     "top_log_probs": ([POINTER] * 4 + [INT] * 3 + [SMALL], None),
     "decode_step": ([POINTER], SMALL),
+    "draw": ([POINTER] * 4 + [INT] * 2 + [SMALL], None),
 }
 
 
@@ -184,6 +185,15 @@ def top_log_probs(
         *(R, V, n, torch.get_num_threads()),
     )
     return values, ids
+
+
+def draw(logits: Float[Tensor, "R V"], seeds: Int[Tensor, " R"], steps: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
+    """`sample` of sampling/strategy.py; logits are float32, seeds and steps int64, and all contiguous."""
+    (R, V), tokens = logits.shape, torch.empty(len(logits), dtype=torch.int64)
+    _FUNCTIONS["draw"](
+        *(logits.data_ptr(), seeds.data_ptr(), steps.data_ptr(), tokens.data_ptr(), R, V, torch.get_num_threads())
+    )
+    return tokens
 
 
 def decode_step(address: int) -> None:

@@ -23,7 +23,7 @@ from clearhead.sampling.timestamps import Timestamps
 
 Logits = Float[Tensor, "B V"]
 Number = float | int
-LIKELY = 1024  # tokens that top-p looks at first
+LIKELY = 128, 1024  # tokens that top-p looks at before it sorts all
 
 
 def keep_top_k(logits: Logits, k: int) -> Logits:
@@ -35,13 +35,15 @@ def keep_top_k(logits: Logits, k: int) -> Logits:
 def keep_top_p(logits: Logits, p: Number) -> Logits:
     """Keep the fewest likeliest tokens whose probabilities sum to p (Holtzman et al. 2019)."""
     probs = logits.softmax(-1)
-    if logits.is_cpu and logits.shape[-1] > 4 * LIKELY:
-        # To find some likely tokens takes a small part of the time of sorting all. Of equally likely ones the sort keeps the first.
-        top, ids = logits.topk(LIKELY)
+    # To find some likely tokens takes a small part of the time of sorting all. Of equally likely ones the sort keeps the first.
+    for n in LIKELY if logits.is_cpu else ():
+        if logits.shape[-1] <= 4 * n:
+            break
+        top, ids = logits.topk(n)
         drop = _is_beyond(probs.gather(1, ids), p)
         border = drop.int().argmax(-1, keepdim=True).clamp(min=1)
         if bool((drop[:, -1:] & (top.gather(1, border - 1) > top.gather(1, border))).all()):
-            return torch.full_like(logits, -math.inf).scatter(1, ids, top.masked_fill(drop, -math.inf))
+            return torch.full_like(logits, -math.inf).scatter_(1, ids, top.masked_fill(drop, -math.inf))
     ids = logits.argsort(descending=True, stable=True)
     drop = _is_beyond(probs.gather(1, ids), p)
     return logits.masked_fill(drop.scatter(1, ids, drop), -math.inf)
@@ -63,6 +65,9 @@ def sample(logits: Logits, seeds: Int[Tensor, " B"], steps: Int[Tensor, " B"]) -
 
     The noise is a pure function of (seed, step, token): no generator to keep, and the same numbers on every device.
     """
+    drawn = kernels.draw(logits, seeds, steps)
+    if drawn is not None:
+        return drawn
     exact = kernels.to_float64(logits)
     keys = _scramble(_scramble(seeds.to(exact.device)) + steps.to(exact.device))
     if exact.is_cpu and 4 * int((possible := exact != -math.inf).count_nonzero()) < exact.numel():  # few are left

@@ -95,7 +95,7 @@ def test_top_p_of_a_large_vocabulary_needs_no_sort(monkeypatch: pytest.MonkeyPat
         for p in (0.01, 0.5, 0.9, 0.95, 0.999):
             found = keep_top_p(logits, p)
             with monkeypatch.context() as patch:
-                patch.setattr(strategy, "LIKELY", 5003)
+                patch.setattr(strategy, "LIKELY", ())
                 assert torch.equal(found, keep_top_p(logits, p))
             assert torch.equal(found[1:2], keep_top_p(logits[1:2], p)), "alone as in the batch"
 

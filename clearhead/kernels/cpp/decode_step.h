@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "argmax.h"
 #include "linear.h"
 #include "paged_attention.h"
 
@@ -146,30 +147,6 @@ void rotate(float* x, const float* cos, const float* sin, i64 d, i64 n_angles) {
     }
 }
 
-// As torch.argmax: NaN is larger than every number, and among equals the first wins.
-struct Argmax {
-    float value;
-    i64 at;
-
-    static Argmax of(const float* x, i64 from, i64 to) {
-        Wide most = all(-INFINITY);
-        WideInt nans = {};
-        i64 i = from;
-        for (; i + WIDE <= to; i += WIDE) {
-            const Wide value = load(x + i);
-            most = value > most ? value : most;
-            nans |= value != value;
-        }
-        float top = -INFINITY;
-        bool has_nan = false;
-        for (int j = 0; j < WIDE; j++) top = std::max(top, most[j]), has_nan |= nans[j] != 0;
-        for (; i < to; i++) top = std::max(top, x[i]), has_nan |= x[i] != x[i];
-        for (i = from; has_nan ? x[i] == x[i] : x[i] != top;) i++;
-        return {x[i], i};
-    }
-    bool beats(const Argmax& other) const { return value > other.value || (value != value && other.value == other.value); }
-};
-
 bool is_known(const Norm& norm) { return norm.kind >= 0 && norm.kind < N_NORMS && (!norm.exists() || norm.weight); }
 
 bool is_known(const Attention& a) {
@@ -231,9 +208,8 @@ class Decoder {
             else if (i == 0)
                 round(team, layer.self.qkv, x);
             project(team, layer.self.qkv, in);
-            const i64 tasks = s.rows * layer.self.kv_heads;
-            if (s.stores_first) team.for_each(tasks, [&](i64 task) { store_kv(layer.self, i, task); });
-            team.for_each(tasks, [&](i64 task) {
+            if (s.stores_first) team.for_each(n_tasks(layer.self), [&](i64 task) { store_kv(layer.self, i, task); });
+            team.for_each(n_tasks(layer.self), [&](i64 task) {
                 if (!s.stores_first) store_kv(layer.self, i, task);
                 attend(layer.self, i, task);
             });
@@ -241,7 +217,7 @@ class Decoder {
             if (m.has_cross) {
                 normalize(team, *norm++, layer.cross.qkv);
                 project(team, layer.cross.qkv, in);
-                team.for_each(s.rows * layer.cross.kv_heads, [&](i64 task) { attend_to_source(layer.cross, i, task); });
+                team.for_each(n_tasks(layer.cross), [&](i64 task) { attend_to_source(layer.cross, i, task); });
                 add_to_stream(team, layer.cross.out);
             }
             normalize(team, *norm++, layer.up);
@@ -327,26 +303,45 @@ class Decoder {
         return {k, k + s.value_stride, s.block, m.d_head, s.block_stride, s.head_stride, s.block_stride, s.head_stride};
     }
 
-    // A task is one row and one key/value head: here the token's key and value.
+    // A task is some rows and one key/value head.
+    i64 n_tasks(const Attention& a) const {
+        const i64 step = rows_together(s.rows, a.kv_heads, s.threads);
+        return (s.rows + step - 1) / step * a.kv_heads;
+    }
+
+    // Call `work` with each row of a task.
+    template <class Work>
+    void for_rows(const Attention& a, i64 task, const Work& work) const {
+        const i64 step = rows_together(s.rows, a.kv_heads, s.threads), first = task / a.kv_heads * step;
+        for (i64 row = first; row < smaller(first + step, s.rows); row++) work(row);
+    }
+
+    // Here each token's key and value.
     void store_kv(const Attention& a, i64 layer, i64 task) const {
-        const i64 row = task / a.kv_heads, kv = task % a.kv_heads, count = s.own.counts[row], d = m.d_head;
-        const int32_t* table = s.own.table + row * s.own.width;
-        float *k = projected + row * a.qkv.n + (a.heads + kv) * d, *v = k + a.kv_heads * d;
-        norm_and_rotate(a.k_norm, k, count);
-        float* slot = s.pool + layer * s.layer_stride + table[count / s.block] * s.block_stride + kv * s.head_stride +
-                      count % s.block * d;
-        memcpy(slot, k, sizeof(float) * d);
-        memcpy(slot + s.value_stride, v, sizeof(float) * d);
+        for_rows(a, task, [&](i64 row) {
+            const i64 kv = task % a.kv_heads, count = s.own.counts[row], d = m.d_head;
+            const int32_t* table = s.own.table + row * s.own.width;
+            float *k = projected + row * a.qkv.n + (a.heads + kv) * d, *v = k + a.kv_heads * d;
+            norm_and_rotate(a.k_norm, k, count);
+            float* slot = s.pool + layer * s.layer_stride + table[count / s.block] * s.block_stride + kv * s.head_stride +
+                          count % s.block * d;
+            memcpy(slot, k, sizeof(float) * d);
+            memcpy(slot + s.value_stride, v, sizeof(float) * d);
+        });
     }
 
     // Here the query heads that share a key/value head.
     void attend(const Attention& a, i64 layer, i64 task) const {
-        const i64 row = task / a.kv_heads, kv = task % a.kv_heads, group = a.heads / a.kv_heads, d = m.d_head;
-        float* q = projected + row * a.qkv.n + kv * group * d;
-        for (i64 h = 0; h < group; h++) norm_and_rotate(a.q_norm, q + h * d, s.own.counts[row]);
+        const i64 kv = task % a.kv_heads, group = a.heads / a.kv_heads, d = m.d_head;
         const BlockTable& read = s.kept.table ? s.kept : s.own;
-        attend_paged(q, result + (row * a.heads + kv * group) * d, group, blocks(layer), kv, read.table + row * read.width,
-                     read.counts[row] + 1, m.window, a.scale);
+        PagedRow rows[MOST_ROWS];
+        i64 n = 0;
+        for_rows(a, task, [&](i64 row) {
+            float* q = projected + row * a.qkv.n + kv * group * d;
+            for (i64 h = 0; h < group; h++) norm_and_rotate(a.q_norm, q + h * d, s.own.counts[row]);
+            rows[n++] = {q, result + (row * a.heads + kv * group) * d, read.table + row * read.width, read.counts[row] + 1};
+        });
+        attend_paged(rows, n, group, blocks(layer), kv, m.window, a.scale);
     }
 
     void norm_and_rotate(const Norm& norm, float* head, i64 position) const {
@@ -356,12 +351,16 @@ class Decoder {
     }
 
     void attend_to_source(const Attention& a, i64 layer, i64 task) const {
-        const i64 row = task / a.kv_heads, kv = task % a.kv_heads, group = a.heads / a.kv_heads, d = m.d_head;
-        const i64 at = (row * a.heads + kv * group) * d;
-        float* q = projected + at;
-        for (i64 h = 0; a.q_norm.exists() && h < group; h++) a.q_norm(q + h * d, q + h * d, d);
-        attend_paged(q, result + at, group, blocks(layer), kv, s.source.table + row * s.source.width, s.source.counts[row], 0,
-                     a.scale);
+        const i64 kv = task % a.kv_heads, group = a.heads / a.kv_heads, d = m.d_head;
+        PagedRow rows[MOST_ROWS];
+        i64 n = 0;
+        for_rows(a, task, [&](i64 row) {
+            const i64 at = (row * a.heads + kv * group) * d;
+            float* q = projected + at;
+            for (i64 h = 0; a.q_norm.exists() && h < group; h++) a.q_norm(q + h * d, q + h * d, d);
+            rows[n++] = {q, result + at, s.source.table + row * s.source.width, s.source.counts[row]};
+        });
+        attend_paged(rows, n, group, blocks(layer), kv, 0, a.scale);
     }
 
     // Everything but the last projection.

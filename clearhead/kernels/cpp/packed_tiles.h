@@ -20,21 +20,30 @@ struct Int8 {
 
     // The order of 16 inputs in memory, in which each 4 of them belong to one load.
     static inline __m512i sort(__m512i x) { return x; }
-    static inline int start(float sum) { return -128 * (int)sum; }
+    // What a row keeps of the sum of a span's rounded inputs, and where its products start.
+    static inline void keep(float* to, int sum) {
+        const int32_t start = -128 * sum;
+        memcpy(to, &start, sizeof start);
+    }
+    static inline __m512i start(const float* kept) {
+        int32_t start;
+        memcpy(&start, kept, sizeof start);
+        return _mm512_set1_epi32(start);
+    }
 
     template <int R, int T, int DIGITS>
-    static inline void gather(const __m512i bytes[T], const int8_t* x, __m512i products[R][T][DIGITS]) {
+    static inline void gather(const __m512i bytes[T], const int8_t* x, WideInt products[R][T][DIGITS]) {
         __m512i weights[T];
         for (int t = 0; t < T; t++) weights[t] = _mm512_xor_si512(bytes[t], _mm512_set1_epi8(-128));  // adds 128: 1 .. 255
         for (int r = 0; r < R; r++) add_products<T, DIGITS>(weights, x + r * DIGITS * SPAN, products[r]);
     }
     template <int T, int DIGITS>
-    static inline void add_products(const __m512i weights[T], const int8_t* x, __m512i products[T][DIGITS]) {
-        int32_t digits[DIGITS];
-        memcpy(digits, x, sizeof digits);
-        for (int i = 0; i < DIGITS; i++)
-            for (int t = 0; t < T; t++)
-                products[t][i] = _mm512_dpbusd_epi32(products[t][i], weights[t], _mm512_set1_epi32(digits[i]));
+    static inline void add_products(const __m512i weights[T], const int8_t* x, WideInt products[T][DIGITS]) {
+        for (int i = 0; i < DIGITS; i++) {
+            int32_t digits;  // one by one: each is then read from memory into all places of a register by one instruction
+            memcpy(&digits, x + 4 * i, sizeof digits);
+            for (int t = 0; t < T; t++) products[t][i] = (WideInt)_mm512_dpbusd_epi32((__m512i)products[t][i], weights[t], _mm512_set1_epi32(digits));
+        }
     }
     inline __m512 least(i64, __mmask16) const { return _mm512_setzero_ps(); }
 };
@@ -51,10 +60,11 @@ struct Int4 {
     static inline __m512i sort(__m512i x) {
         return _mm512_permutexvar_epi32(_mm512_set_epi32(15, 13, 11, 9, 14, 12, 10, 8, 7, 5, 3, 1, 6, 4, 2, 0), x);
     }
-    static inline int start(float) { return 0; }
+    static inline void keep(float* to, int sum) { *to = (float)sum; }
+    static inline __m512i start(const float*) { return _mm512_setzero_si512(); }
 
     template <int R, int T, int DIGITS>
-    static inline void gather(const __m512i bytes[T], const int8_t* x, __m512i products[R][T][DIGITS]) {
+    static inline void gather(const __m512i bytes[T], const int8_t* x, WideInt products[R][T][DIGITS]) {
         const __m512i mask = _mm512_set1_epi8(15);
         __m512i even[T], odd[T];
         for (int t = 0; t < T; t++) {
@@ -99,7 +109,7 @@ void round_row(const Input& in, i64 row, i64 d) {
             _mm_storeu_si128((__m128i*)to, _mm_unpacklo_epi32(high, low));
             _mm_storeu_si128((__m128i*)to + 1, _mm_unpackhi_epi32(high, low));
         }
-        in.sums[at] = (float)_mm512_reduce_add_epi32(total);
+        Weights::keep(in.sums + at, _mm512_reduce_add_epi32(total));
     }
 }
 
@@ -110,21 +120,21 @@ void tile(const Weights& w, const Input& in, i64 row, i64 first, i64 from, i64 t
     const i64 loads = w.loads(), c = first * TILE, width = T > 1 ? TILE : smaller(TILE, w.n - c);
     const __mmask16 there = (__mmask16)(0xffff >> (TILE - width));
     auto* q = w.q + c * loads * 4;
-    for (i64 span = 0; span < in.spans; span++) {
-        __m512i products[R][T][DIGITS];
+    // One span, of whose loads there are `count`: a constant for whole ones, so that sums stay in registers.
+    const auto add_span = [&](i64 span, auto count) {
+        WideInt products[R][T][DIGITS];
         const i64 at = span * in.rows + row;
         const int8_t* x = (const int8_t*)in.q + at * Weights::SPAN * DIGITS;
         for (int r = 0; r < R; r++)
             for (int t = 0; t < T; t++) {
-                products[r][t][0] = _mm512_setzero_si512();
-                products[r][t][DIGITS - 1] = _mm512_set1_epi32(Weights::start(in.sums[at + r]));
+                products[r][t][0] = WideInt{};
+                products[r][t][DIGITS - 1] = (WideInt)Weights::start(in.sums + at + r);
             }
-        const i64 here = smaller(Weights::LOADS, loads - span * Weights::LOADS);
-        for (i64 i = 0; i < here; i++, q += width * 4, x += Weights::SPAN * DIGITS / Weights::LOADS) {
+        for (i64 i = 0; i < count; i++, q += width * 4, x += Weights::SPAN * DIGITS / Weights::LOADS) {
             __m512i bytes[T];
             for (int t = 0; t < T; t++) {
                 if (row == 0) __builtin_prefetch(q + t * loads * TILE * 4 + AHEAD, 0, R == 1 ? 0 : 3);
-                bytes[t] = _mm512_maskz_loadu_epi32(there, q + t * loads * TILE * 4);
+                bytes[t] = T > 1 ? _mm512_loadu_si512(q + t * loads * TILE * 4) : _mm512_maskz_loadu_epi32(there, q);
             }
             Weights::template gather<R, T, DIGITS>(bytes, x, products);
         }
@@ -132,14 +142,17 @@ void tile(const Weights& w, const Input& in, i64 row, i64 first, i64 from, i64 t
             const i64 place = (c + t * TILE) * in.spans + span * width;
             const __m512 scale = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(there, w.scales + place)), least = w.least(place, there);
             for (int r = 0; r < R; r++) {
-                const __m512i last = products[r][t][DIGITS - 1];
-                __m512 value = _mm512_cvtepi32_ps(DIGITS == 1 ? last : _mm512_add_epi32(_mm512_slli_epi32(products[r][t][0], 8), last));
+                const __m512i last = (__m512i)products[r][t][DIGITS - 1];
+                __m512 value = _mm512_cvtepi32_ps(DIGITS == 1 ? last : _mm512_add_epi32(_mm512_slli_epi32((__m512i)products[r][t][0], 8), last));
                 value = Weights::HAS_MINS ? _mm512_fmadd_ps(value, scale, _mm512_mul_ps(least, _mm512_set1_ps(in.sums[at + r])))
                                           : _mm512_mul_ps(value, scale);
                 sums[r][t] = _mm512_fmadd_ps(value, _mm512_set1_ps(in.scales[at + r]), sums[r][t]);
             }
         }
-    }
+    };
+    const i64 whole = loads / Weights::LOADS;
+    for (i64 span = 0; span < whole; span++) add_span(span, std::integral_constant<i64, Weights::LOADS>());
+    if (whole < in.spans) add_span(whole, loads - whole * Weights::LOADS);
     for (int t = 0; t < T; t++) {
         const i64 here = c + t * TILE;
         const __mmask16 some = (__mmask16)(0xffff << std::max<i64>(from - here, 0) & 0xffff >> std::max<i64>(here + TILE - to, 0));

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "softmax.h"
 #include "threads.h"
 
 namespace {
@@ -18,28 +19,6 @@ struct Part {
     float scale;
     i64 seen;  // keys that the first query sees; each further query sees one more, up to all
 };
-
-inline Wide larger(Wide a, Wide b) { return a > b ? a : b; }
-
-inline float largest(Wide value) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_max_ps((__m512)value);
-#else
-    float parts[WIDE];
-    memcpy(parts, &value, sizeof value);
-    return *std::max_element(parts, parts + WIDE);
-#endif
-}
-
-// The first or second half of a0 b0 a1 b1 ..
-template <int HALF, size_t... I>
-inline Wide interleave(Wide a, Wide b, std::index_sequence<I...>) {
-#if defined(__clang__)
-    return __builtin_shufflevector(a, b, (int)(HALF * WIDE / 2 + I / 2 + I % 2 * WIDE)...);
-#else
-    return __builtin_shuffle(a, b, WideInt{(int)(HALF * WIDE / 2 + I / 2 + I % 2 * WIDE)...});
-#endif
-}
 
 // Transpose a square of registers: interleave its two halves log2(WIDE) times.
 inline void transpose(Wide rows[WIDE]) {
@@ -98,29 +77,6 @@ inline void weighted_sum(const float* weights, const float* v, i64 n, i64 width,
     }
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) store(out + r * out_row + c * WIDE, sums ? totals[r][c] / sums[r] : totals[r][c]);
-}
-
-// Turn a row's `n` scores into softmax weights, and fill up to `room` with zeros. `top` and `total` are updated; returns the
-// factor by which earlier weights shrink.
-inline float running_softmax(float* row, i64 n, i64 room, float& top, float& total) {
-    if (n % WIDE)
-        for (i64 i = n; i % WIDE; i++) row[i] = -INFINITY;
-    Wide tops = all(top);
-    for (i64 i = 0; i < n; i += WIDE) tops = larger(load(row + i), tops);
-    const float before = top;
-    top = largest(tops);
-    Wide added = {};
-    for (i64 i = 0; i < n; i += WIDE) {
-        const Wide scores = load(row + i);
-        Wide weights = exponential(scores - top);
-        weights = scores == -INFINITY ? Wide{} : weights;
-        store(row + i, weights);
-        added += weights;
-    }
-    for (i64 i = (n + WIDE - 1) / WIDE * WIDE; i < room; i++) row[i] = 0;
-    const float decay = before == top ? 1.f : std::exp(before - top);
-    total = fma(total, decay, sum(added));
-    return decay;
 }
 
 void attend_text(const Part& part) {

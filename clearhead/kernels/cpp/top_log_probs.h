@@ -7,19 +7,6 @@
 
 namespace {
 
-// A bit for each number of a that is larger than that of b.
-inline unsigned above(Wide a, Wide b) {
-#if defined(__AVX512F__)
-    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ);
-#elif defined(__AVX__)
-    return (unsigned)_mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GT_OQ));
-#else
-    unsigned bits = 0;
-    for (int i = 0; i < WIDE; i++) bits |= (unsigned)(a[i] > b[i]) << i;
-    return bits;
-#endif
-}
-
 // The `most` largest numbers so far, descending, of equals the first.
 struct Best {
     float* values;

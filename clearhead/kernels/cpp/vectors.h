@@ -86,6 +86,39 @@ inline float sum(Wide value) {
 #endif
 }
 
+// A bit for each number of a that is larger than that of b.
+inline unsigned above(Wide a, Wide b) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ);
+#elif defined(__AVX__)
+    return (unsigned)_mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GT_OQ));
+#else
+    unsigned bits = 0;
+    for (int i = 0; i < WIDE; i++) bits |= (unsigned)(a[i] > b[i]) << i;
+    return bits;
+#endif
+}
+
+// The first or second half of a0 b0 a1 b1 ..
+template <int HALF, size_t... I>
+inline Wide interleave(Wide a, Wide b, std::index_sequence<I...>) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, (int)(HALF * WIDE / 2 + I / 2 + I % 2 * WIDE)...);
+#else
+    return __builtin_shuffle(a, b, WideInt{(int)(HALF * WIDE / 2 + I / 2 + I % 2 * WIDE)...});
+#endif
+}
+
+// The sums of WIDE registers, side by side. Each is added up in the order of `sum`.
+template <int HALF = WIDE / 2>
+inline Wide sums(Wide (&parts)[WIDE]) {
+    constexpr auto lanes = std::make_index_sequence<WIDE>();
+    for (int i = 0; i < HALF; i++)
+        parts[i] = interleave<0>(parts[i], parts[i + HALF], lanes) + interleave<1>(parts[i], parts[i + HALF], lanes);
+    if constexpr (HALF > 1) return sums<HALF / 2>(parts);
+    return parts[0];
+}
+
 // e^x for x <= 0, to a few units in the last place: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2].
 inline Wide exponential(Wide x) {
     x = x < -87.f ? all(-87.f) : x;
