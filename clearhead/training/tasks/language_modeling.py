@@ -62,7 +62,8 @@ class WindowTask(Task):
             )
 
         store = prepare("text", d.files)
-        held = prepare("valid", d.valid) if d.valid else store
+        # `evaluate` measures on all of its data.
+        held = prepare("valid", d.valid) if d.valid and d.valid != d.files else store
         cut = None if d.valid else split_stream(len(store["text"].flat), d.valid_share)
         rows = self.recipe.train.batch_tokens // d.length
         self.windows = Windows(store["text"], d.length, seed, stop=cut, rows_per_step=rows)
