@@ -92,7 +92,8 @@ def read_image(
             with Image.open(source) as opened:
                 _resized(name, opened.size, preprocessing.size)  # refuses by the header, before anything is decoded
                 # Phones store a photo as the sensor read it, and beside it how to turn it upright.
-                image = ImageOps.exif_transpose(opened).convert("L" if n_channels == 1 else "RGB")
+                upright = _in_bytes(ImageOps.exif_transpose(opened), opened.format)
+                image = upright.convert("L" if n_channels == 1 else "RGB")
                 size = _resized(name, image.size, preprocessing.size)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         # Pillow's own words for it name a Python object.
@@ -104,6 +105,15 @@ def read_image(
         image = _crop_middle(image, preprocessing.crop)
     x = np.array(image, dtype=np.uint8)
     return x[None] if x.ndim == 2 else np.ascontiguousarray(np.moveaxis(x, -1, 0))
+
+
+def _in_bytes(image: Any, form: str | None) -> Any:
+    """Gray pixels of 16 bits as 8 bits: Pillow's own `convert` makes all of them above 255 white."""
+    if image.mode.startswith("I;16") or (image.mode == "I" and form == "PPM"):
+        return image.point(lambda value: value * (1 / 257))
+    if image.mode in ("I", "F"):
+        raise ValueError("its pixels are 32-bit numbers, and nothing says which of them is white")
+    return image
 
 
 def _resized(name: object, size: tuple[int, int], wanted: tuple[int, int] | int | None) -> tuple[int, int] | None:

@@ -84,6 +84,8 @@ def test_unreadable_images(folder: Path, tmp_path: Path) -> None:
     (folder / "dog" / "b.png").write_bytes(b"no picture")
     with pytest.raises(InputError, match=r"dog/b.png is no picture that can be read"):
         prepare_images(tmp_path / "s", find_images(folder), 11)
+    with pytest.raises(InputError, match=r'convert it to png or jpeg, or choose bad_bytes="drop"$'):
+        prepare_images(tmp_path / "s", find_images(folder), 11)
     assert not (tmp_path / "s").exists()
     (folder / "dog" / "notes.txt").write_text("not a picture")
     findings = Findings()
@@ -94,6 +96,20 @@ def test_unreadable_images(folder: Path, tmp_path: Path) -> None:
         "1 of 5 files left out: no picture by their name (dog/notes.txt)",
         "1 of 4 pictures dropped: can not be read (b.png)",
     ]
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.tiff", "a.pgm"])
+def test_gray_of_16_bits_is_not_all_white(tmp_path: Path, name: str) -> None:
+    shades = np.arange(256, dtype=np.uint16).reshape(16, 16)
+    if name.endswith("pgm"):
+        (tmp_path / name).write_bytes(b"P5 16 16 65535\n" + (shades * 257).astype(">u2").tobytes())
+    else:
+        Image.fromarray(shades * 257).save(tmp_path / name)
+    found = read_image(tmp_path / name, ImagePreprocessing(size=None))
+    assert np.array_equal(found, np.broadcast_to(shades, (3, 16, 16)))
+    Image.fromarray(shades.astype(np.float32)).save(tmp_path / "wide.tiff")
+    with pytest.raises(InputError, match="its pixels are 32-bit numbers, and nothing says which of them is white"):
+        read_image(tmp_path / "wide.tiff", ImagePreprocessing(size=None))
 
 
 def test_labels_given(folder: Path, tmp_path: Path) -> None:
