@@ -123,7 +123,8 @@ class Recipe:
 
         To translate, `files` and `valid` are tables of pairs, which are sources without targets.
         """
-        given = {name: tuple(_absolute(file) for file in names) for name, names in files.items() if names}
+        lists = {name: [names] if isinstance(names, str) else names for name, names in files.items()}
+        given = {name: tuple(_absolute(file) for file in names) for name, names in lists.items() if names}
         for name, pairs in (("files", "source"), ("valid", "valid_source")) if self.task == "translate" else ():
             if name in given and pairs not in given:
                 given[pairs] = given.pop(name)

@@ -223,6 +223,7 @@ def test_files_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     recipe = LANGUAGE.with_files(files=["a.txt", "/b/c.txt", "hf:owner/name"], valid=[])
     assert recipe.data.files == (str(tmp_path / "a.txt"), "/b/c.txt", "hf:owner/name")
     assert replace(recipe, data=replace(recipe.data, files=())) == LANGUAGE
+    assert LANGUAGE.with_files(files="a.txt").data.files == (str(tmp_path / "a.txt"),)
     # none given: those of the recipe stay
     assert recipe.with_files(files=[]).data.files == recipe.data.files
 
