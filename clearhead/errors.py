@@ -27,7 +27,10 @@ class MissingExtraError(ClearheadError):
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """The end of an error message: the nearest valid choice, or all choices if none is near."""
+    """The end of an error message: the nearest valid choice, or the choices, at most 20, if none is near."""
     choices = sorted(choices)
     near = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
-    return f"did you mean {near[0]!r}?" if near else f"choose one of: {', '.join(choices[:60])}"
+    if near:
+        return f"did you mean {near[0]!r}?"
+    more = f" ... ({len(choices)} in all)" if len(choices) > 20 else ""
+    return f"choose one of: {', '.join(choices[:20])}{more}"

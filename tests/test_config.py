@@ -202,6 +202,8 @@ def test_of_two_equally_near_divisors_the_smaller() -> None:
 def test_did_you_mean() -> None:
     assert did_you_mean("lama", ["gpt2", "llama"]) == "did you mean 'llama'?"
     assert did_you_mean("xyz", ["gpt2", "bert"]) == "choose one of: bert, gpt2"
+    many = [f"{number:02}" for number in range(31)]
+    assert did_you_mean("xyz", many) == f"choose one of: {', '.join(many[:20])} ... (31 in all)"
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def find_model(name: str) -> Path:
         if len(path.parts) > 1 and path.parent.is_dir() and not name.startswith("hf:"):
             siblings = [str(each) for each in path.parent.iterdir()]
             hint = did_you_mean(name, siblings) if siblings else "that folder is empty"
-            raise InputError(f"there is nothing at {name!r}; {hint:.300}; a model of the hub is hf:owner/name")
+            raise InputError(f"there is nothing at {name!r}; a model of the hub is hf:owner/name; {hint:.300}")
         path = download(name)
     if (path / "checkpoints").is_dir():
         from clearhead.checkpoint.run_checkpoint import unfinished
@@ -124,7 +124,11 @@ def load_tokenizer_of(model_path: Path) -> Tokenizer:
     except CheckpointError:
         from clearhead.checkpoint.loading import open_checkpoint
 
-        open_checkpoint(model_path)  # what is no model at all is said to be that
+        config = open_checkpoint(model_path).config  # what is no model at all is said to be that
+        if config.inputs == "patches":
+            raise InputError(
+                f"{model_path} is a model of pictures: it has no tokenizer, and takes no text; give it to classify or explore"
+            ) from None
         raise
 
 

@@ -34,7 +34,8 @@ TASKS = {"decoder": "language", "encoder-decoder": "translate"}
 def run(
     model: ModelName,
     files: Annotated[
-        list[str] | None, typer.Argument(help="Texts, a table of texts and labels, or a folder of pictures by class.")
+        list[str] | None,
+        typer.Argument(help="Texts, a table of texts and labels or of pairs, or a folder of pictures by class."),
     ] = None,
     source: Annotated[list[str] | None, typer.Option(help="For a translator: texts to translate, a line each.")] = None,
     target: Annotated[list[str] | None, typer.Option(help="For a translator: what they should become.")] = None,
@@ -67,8 +68,8 @@ def run(
     path = find_model(model)
     config = open_checkpoint(path).config
     task = find_task(config)
-    if task == "translate" and not (source and target):
-        raise InputError(f"{model!r} translates; give --source and --target; got files={files or []}")
+    if task == "translate" and not (files or (source and target)):
+        raise InputError(f"{model!r} translates; give --source and --target, or a table of pairs")
     if task != "translate" and not files:
         raise InputError(f"{model!r} is measured on files, and none was named; name them after the model")
     if task != "translate" and beams is not None:

@@ -24,7 +24,12 @@ from clearhead.errors import InputError, MissingExtraError
 
 def run(
     model: ModelName,
-    text: Annotated[str, typer.Argument(help="The first input of the model; without it, an example.")] = "",
+    text: Annotated[
+        str,
+        typer.Argument(
+            help="The first input of the model (with --export, also a picture's or a sound's file); without it, an example."
+        ),
+    ] = "",
     target: Annotated[
         str | None, typer.Option(help="For a translator: the target text. Without: its own translation.")
     ] = None,
@@ -125,4 +130,8 @@ def serve_page(path: Path, name: str, text: str, target: str | None, device: str
             webbrowser.open(address)
 
     workers = {name: load_worker(path, name, device=device)}
+    if workers[name].model.config.inputs != "tokens" and Path(text).is_file():
+        raise InputError(
+            f"in the browser a file is chosen on the page; got {text!r}; leave it out, or write one page of it: add --export FILE"
+        )
     run_app(make_app(workers), workers.values(), 1.0, ready=ready, host="127.0.0.1", port=port)

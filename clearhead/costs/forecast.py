@@ -103,7 +103,7 @@ def spell_figure(name: str, n: int) -> str:
 def cost(
     config: Config,
     *,
-    batch: int,
+    batch: int = 1,
     length: int | None = None,
     source_length: int | None = None,
     mode: str = "forward",
@@ -129,6 +129,8 @@ def cost(
     two blocks at a time, and all that is in no block. With "ddp" each holds everything, and a second copy of the gradients to
     exchange them. With `accumulation` above 1, gradients of earlier passes are there while activations are.
     """
+    if not isinstance(config, Config):  # pyright: ignore[reportUnnecessaryIsInstance] - not every caller has types
+        raise ConfigError(f"cost takes a Config, got {type(config).__name__}; make one with ch.preset(name)")
     _check_choices(mode=mode, precision=precision, optimizer=optimizer, parallel=parallel, device=device)
     _check_counts(batch=batch, shards=shards, accumulation=accumulation)
     _check_mode(config, mode, quantize)

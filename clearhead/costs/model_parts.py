@@ -106,7 +106,7 @@ def _stack(c: Config, stack: str, counted: Counter[tuple[str, str]]) -> list[Par
         )
     steps = ("attention", "cross", "feedforward") if pair and stack == "decoder" else ("attention", "feedforward")
     for step in steps:
-        kind = f"{c.norm} norm" + (", queries and keys too" if c.qk_norm and step != "feedforward" else "")
+        kind = f"{c.norm} norm" + (", q and k too" if c.qk_norm and step != "feedforward" else "")
         norm = Part(stack, "norm", kind, f"{c.d_model:,}", take(f"{step}_norm"), n_layers, of_step=True)
         is_sparse = step == "attention" and bool(c.sparsity)
         body = Part(stack, step, *_step(c, stack, step), take(step), n_layers, is_sparse=is_sparse)

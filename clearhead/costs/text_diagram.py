@@ -38,7 +38,7 @@ def _column(config: Config, stack: str, parts: list[Part], width: int) -> list[s
         if part.kind == "norm":
             mark = READ if is_before(config, part) else THROUGH
         names = textwrap.wrap(part.words, width - MARGIN) if part.kind != "norm" else []
-        lines.append(f"{margin} {mark} {part.name:{width - MARGIN - len(figures(part))}}{figures(part)}")
+        lines.append(f"{margin} {mark} {part.name:{width - MARGIN - 1 - len(figures(part))}} {figures(part)}")
         lines += [f"{frame:>3} {STREAM} {words}" for words in names]
     lines.append(f"    ↑ {input_of(config, stack)}")
     return lines

@@ -196,6 +196,7 @@ def read_labelled_rows(files: Names, columns: tuple[str, str], text_filter: Text
         rows = read_rows(path, columns, text_filter.findings)
         if find_kind(path) in ("csv", "tsv"):
             rows = _refuse_header(rows, path, columns)
+        rows = ((number, [text, label.strip()]) for number, (text, label) in rows)
         yield from _filter_rows(rows, path, text_filter)
 
 

@@ -6,6 +6,7 @@ finds them there, when file, line and byte are still known.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
@@ -22,6 +23,7 @@ from clearhead.errors import InputError, MissingExtraError, did_you_mean
 Rows = Iterator[tuple[int, list[str]]]  # the number of the line or row, counted from 1, and the chosen columns
 _MAX_FIELD = 2**26  # characters: where a quote is never closed, the rest of the file would be one field
 _SAMPLED_LINES = 64  # of a csv file, to find what separates its fields
+_DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab"}
 
 
 def read_lines(path: Path, findings: Findings, limit: int = -1) -> Iterator[str]:
@@ -32,6 +34,10 @@ def read_lines(path: Path, findings: Findings, limit: int = -1) -> Iterator[str]
     try:
         with path.open("rb") as raw:
             file = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+            if (first := file.peek(2)[:2]) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                raise InputError(
+                    f"{path} is UTF-16, not UTF-8: its first bytes are {first.hex(' ')}; convert it: iconv -f UTF-16 -t UTF-8"
+                )
             text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="\n")
             reported = 0
             for count in itertools.count(1):
@@ -102,24 +108,26 @@ def _read_csv(path: Path, columns: Sequence[str], findings: Findings) -> Rows:
 
 
 def _find_delimiter(path: Path, columns: Sequence[str]) -> str:
-    """What separates a csv file's fields, by its first rows: a comma, or the semicolon that many spreadsheets write.
+    """What separates a csv file's fields, by its first rows: a comma, or the semicolon or tab that many spreadsheets write.
 
-    Without a header, rows of two fields can be read in both ways: then all of the first rows must agree on one.
+    Without a header, rows can be read in several ways: then all of the first rows must agree on one.
     """
     lines = list(itertools.islice(read_lines(path, Findings()), _SAMPLED_LINES))
-    comma, semicolon = _split_sample(lines, ","), _split_sample(lines, ";")
-    if not semicolon or len(semicolon[0]) == 1:
+    samples = {mark: _split_sample(lines, mark) for mark in _DELIMITERS}
+    samples = {mark: rows for mark, rows in samples.items() if rows and len(rows[0]) > 1}
+    if named := [mark for mark, rows in samples.items() if set(columns) & set(_strip(rows[0]))]:
+        return named[0]
+    if len(columns) == 1 or not samples:
         return ","
-    first = comma[0] if comma else [""]
-    if set(columns) & set(semicolon[0]) or set(columns) & set(first):
-        return ";" if not set(columns) & set(first) else ","
-    if len(columns) == 1 or len(semicolon[0]) != len(columns) or len(first) != len(columns):
-        return ";" if len(first) == 1 < len(columns) else ","
-    even = [mark for mark, rows in ((",", comma), (";", semicolon)) if len({len(row) for row in rows if row}) == 1]
+    fitting = [mark for mark, rows in samples.items() if len(rows[0]) == len(columns)]
+    if len(fitting) < 2:
+        return (fitting or list(samples))[0]
+    even = [mark for mark in fitting if len({len(row) for row in samples[mark] if row}) == 1]
     if len(even) != 1:
         raise InputError(
-            f"{path}:1 can be split at its comma or at its semicolon, and the rows after it do not decide: {lines[0]!r:.60}; "
-            f"write the column names into a first line, such as {','.join(columns)} or {';'.join(columns)}"
+            f"{path}:1 can be split at its {' or at its '.join(_DELIMITERS[mark] for mark in fitting)}, and the rows after it do "
+            f"not decide: {lines[0]!r:.60}; write the column names into a first line, such as "
+            f"{' or '.join(mark.join(columns) for mark in fitting)}"
         )
     return even[0]
 
@@ -140,10 +148,10 @@ def _pick(rows: Rows, columns: Sequence[str], path: Path) -> Rows:
     first = next(rows, None)
     if first is None:
         return
-    number, names = first
+    number, names = first[0], _strip(first[1])
     width, places = len(names), list(range(len(columns)))
     # "Text,Label" is a header too: refused below with the names that it has.
-    if {name.lower() for name in columns} & {name.strip().lower() for name in names} or width != len(columns):
+    if {name.lower() for name in columns} & {name.lower() for name in names} or width != len(columns):
         _need(columns, names, f"{path}:{number}")
         places = [names.index(name) for name in columns]
     else:
@@ -152,6 +160,10 @@ def _pick(rows: Rows, columns: Sequence[str], path: Path) -> Rows:
         if len(row) not in (width, 1) or (len(row) == 1 < width and row[0].strip()):
             raise InputError(f"{path}:{number} has {len(row)} columns, the first row {width}; correct that row")
         yield number, [row[place] for place in places] if len(row) == width else [""] * len(columns)
+
+
+def _strip(names: list[str]) -> list[str]:
+    return [name.strip() for name in names]
 
 
 def _read_parquet(path: Path, columns: Sequence[str], findings: Findings) -> Rows:

@@ -43,9 +43,9 @@ def prepare_images(
     def read(path: Path) -> UInt8[np.ndarray, "c h w"] | None:
         try:
             return read_image(path, preprocessing, n_channels=n_channels)
-        except InputError:
+        except InputError as error:
             if preparation.text_filter.policy.bad_bytes != "drop":
-                raise
+                raise InputError(f'{error}, or choose bad_bytes="drop"') from None
             return None
 
     shape = (n_channels, image_size, image_size)

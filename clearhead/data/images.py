@@ -100,7 +100,8 @@ def read_image(
             with Image.open(source) as opened:
                 _resized(name, opened.size, preprocessing.size)  # refuses by the header, before anything is decoded
                 # Phones store a photo as the sensor read it, and beside it how to turn it upright.
-                image = _in_8_bits(name, ImageOps.exif_transpose(opened)).convert("L" if n_channels == 1 else "RGB")
+                upright = _in_8_bits(ImageOps.exif_transpose(opened), opened.format)
+                image = upright.convert("L" if n_channels == 1 else "RGB")
                 size = _resized(name, image.size, preprocessing.size)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         # Pillow's own words for it name a Python object.
@@ -114,17 +115,15 @@ def read_image(
     return x[None] if x.ndim == 2 else np.ascontiguousarray(np.moveaxis(x, -1, 0))
 
 
-def _in_8_bits(name: object, image: Any) -> Any:
-    """Grey of 16 bits as 8 bits. Pillow's own conversion would cut it off at 255, which is nearly black of 65,535."""
+def _in_8_bits(image: Any, form: str | None) -> Any:
+    """Grey of 16 bits as 8 bits. Pillow's own conversion makes every shade above 255 of 65,535 white."""
     from PIL import Image  # pyright: ignore[reportMissingImports]
 
+    if image.mode.startswith("I;16") or (image.mode == "I" and form == "PPM"):
+        return Image.fromarray(((np.asarray(image).astype(np.uint32) + 128) // 257).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise InputError(
-            f"{name} has numbers of 32 bits, and no file says which of them is white; convert it to grey of 8 or 16 bits"
-        )
-    if not image.mode.startswith("I;16"):
-        return image
-    return Image.fromarray(((np.asarray(image).astype(np.uint32) + 128) // 257).astype(np.uint8))
+        raise ValueError("its pixels are 32-bit numbers, and nothing says which of them is white")
+    return image
 
 
 def _resized(name: object, size: tuple[int, int], wanted: tuple[int, int] | int | None) -> tuple[int, int] | None:

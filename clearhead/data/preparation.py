@@ -75,9 +75,7 @@ class Preparation:
         findings, counts = self.text_filter.findings, writer.count()
         if not all(rows for rows, _ in counts.values()):
             why = "; ".join(findings.lines()) or "there was nothing in it"
-            raise InputError(
-                f"nothing is left of {', '.join(map(str, self.paths)):.200} to learn from: {why}; give other data"
-            )
+            raise InputError(f"nothing is left of {', '.join(map(str, self.paths)):.200}: {why}; give other data")
         rows = next(iter(counts.values()))[0]
         writer.info = {
             "rows": rows,

@@ -162,6 +162,8 @@ def _learn_wordpieces(
 def _read(files: Files, texts: Iterable[str] | None) -> Iterator[str]:
     """Files line by line, or texts one by one."""
     paths = [Path(files)] if isinstance(files, (str, os.PathLike)) else [Path(file) for file in files]
+    if isinstance(texts, str):
+        raise InputError(f"texts is one text, {texts!r:.60}, and would be read letter by letter; put it in a list")
     if texts is not None and paths:
         raise InputError(f"both files ({paths[0]} ...) and texts are given; choose one of them")
     for path in paths:

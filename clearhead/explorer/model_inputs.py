@@ -215,7 +215,12 @@ class Inputs:
         sound = load_audio(BytesIO(data))
         return self._keep(data, sound[: 2 * HOP * self.config.max_source_len])
 
-    # Samples and uploads.
+    # Samples, uploads and files.
+
+    def take_file(self, text: str) -> str:
+        """The name in a run of a picture's or a sound's file on this machine; any other text as it is."""
+        take = {"patches": self.take_picture, "frames": self.take_sound}.get(self.config.inputs)
+        return text if take is None or not Path(text).is_file() else take(Path(text).read_bytes())
 
     def _find(self, text: str, sample: Callable[[int], Any]) -> Any:
         kind, _, which = text.partition(":")
@@ -225,7 +230,7 @@ class Inputs:
             self.uploads.move_to_end(which)
             return self.uploads[which]
         raise InputError(
-            f"there is no {text!r:.60} here; name one of sample:0 to sample:{SAMPLES - 1}, or upload a file (again)"
+            f"there is no {text!r:.60} here; name a file, or one of sample:0 to sample:{SAMPLES - 1}, or upload a file (again)"
         )
 
     def _keep(self, data: bytes, made: Any) -> str:

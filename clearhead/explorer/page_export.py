@@ -37,7 +37,7 @@ def export_page(
 ) -> str:
     """The page as one file that needs neither server nor network. It names the maps that did not fit."""
     explorer = Explorer(model, tokenizer, name=name, path=path)
-    shown = text or explorer.example
+    shown = explorer.inputs.take_file(text or explorer.example)
     run = {"model": name, "text": shown, "target": target, "second": None, "changes": []}
     steps = page_steps(explorer, run, {}, most)
     while True:

@@ -67,6 +67,10 @@ def uncompiled(model: nn.Module) -> Generator[None]:
 
 
 def find_sites(pattern: str, known: Sequence[str]) -> list[str]:
+    if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance] - not every caller has types
+        raise InputError(
+            f"a site is a text; got {pattern!r:.60}; give several one after the other: probe(model, 'a', 'b')"
+        )
     matched = fnmatch.filter(known, pattern)
     if not matched:
         raise InputError(f"no site matches {pattern!r}; {did_you_mean(pattern, known)}")

@@ -35,8 +35,8 @@ def build(
     A model that does not fit into free memory is refused.
     """
     check_config(config)
-    if not isinstance(dtype, torch.dtype | None):  # pyright: ignore[reportUnnecessaryIsInstance] - not every caller has types
-        raise ConfigError(f"dtype={dtype!r} is a {type(dtype).__name__}; pass one of torch's, such as torch.float32")
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        raise ConfigError(f"dtype={dtype!r} is no floating-point type of torch's; pass one such as torch.float32")
     shapes = {"decoder": Decoder, "encoder": Encoder, "encoder-decoder": EncoderDecoder}
     # Nothing is filled twice, and a model too large fails before memory is touched.
     with torch.device("meta"), Undrawn():

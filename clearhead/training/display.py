@@ -156,7 +156,7 @@ def next_commands(result: Result) -> list[str]:
         case "mask":
             return [f"train classify TABLE --from {folder}", f"evaluate {folder} FILE", f"explore {folder} {text}"]
         case _:
-            what = "PICTURE" if recipe.model.get("inputs") == "patches" else text
+            what = "PICTURE --export page.html" if recipe.model.get("inputs") == "patches" else text
             return [f"classify {folder} FILE", f"evaluate {folder} FILE", f"explore {folder} {what}"]
 
 

@@ -120,8 +120,15 @@ class Recipe:
         return Recipe.from_tables(tables)
 
     def with_files(self, **files: Iterable[str]) -> Recipe:
-        """The recipe with these files, as absolute paths, so that a run can be resumed from any folder."""
-        given = {name: tuple(_absolute(file) for file in names) for name, names in files.items() if names}
+        """The recipe with these files, as absolute paths, so that a run can be resumed from any folder.
+
+        To translate, `files` and `valid` are tables of pairs, which are sources without targets.
+        """
+        lists = {name: [names] if isinstance(names, str) else names for name, names in files.items()}
+        given = {name: tuple(_absolute(file) for file in names) for name, names in lists.items() if names}
+        for name, pairs in (("files", "source"), ("valid", "valid_source")) if self.task == "translate" else ():
+            if name in given and pairs not in given:
+                given[pairs] = given.pop(name)
         return replace(self, data=replace(self.data, **given))
 
 
@@ -132,7 +139,7 @@ def find_recipe(name: str) -> Recipe:
     if path.suffix != ".toml":
         if path.exists():
             raise ConfigError(f"{name!r} is no task; name the task before the data: clearhead train language {name}")
-        raise ConfigError(f"there is no recipe {name!r}; {did_you_mean(name, shipped)}, or name a .toml file")
+        raise ConfigError(f"there is no recipe {name!r}, and no .toml file of that name; {did_you_mean(name, shipped)}")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

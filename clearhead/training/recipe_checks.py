@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clearhead.config import Config
@@ -136,14 +137,27 @@ def check_has_files(recipe: Recipe) -> None:
     data = recipe.data
     if recipe.task in EMBEDDED.get(data.embedded, ()):
         return
-    needed = ("source", *(() if data.columns else ("target",))) if recipe.task == "translate" else ("files",)
+    if recipe.task != "translate":
+        needed = () if data.files else ("files",)
+    elif not data.source:
+        needed = ("source",)
+    else:  # a table holds both sides
+        sides = (("target", data.source, data.target), ("valid_target", data.valid_source, data.valid_target))
+        needed = [name for name, source, target in sides if not target and any(map(_is_text, source))]
     for name in needed:
-        if not getattr(data, name):
-            flag = "files" if name == "files" else f"--{name}"
-            raise ConfigError(
-                f"the task {recipe.task!r} learns from data.{name}, and there is none; name {flag} on the command line, or set it "
-                f"in the recipe"
-            )
+        flags = (
+            "files" if name == "files" else f"--{name.replace('_', '-')}, or a table of pairs (.csv, .tsv, .jsonl ...),"
+        )
+        raise ConfigError(
+            f"the task {recipe.task!r} learns from data.{name}, and there is none; name {flags} on the command line, or set it in "
+            f"the recipe"
+        )
+
+
+def _is_text(file: str) -> bool:
+    from clearhead.data.corpus_files import find_kind
+
+    return find_kind(Path(file)) == "text"
 
 
 def _spell_flag(name: str) -> str:

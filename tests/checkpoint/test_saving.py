@@ -581,7 +581,10 @@ def test_loaded_in_inference_mode_a_model_can_be_trained(tmp_path: Path, format:
 def test_a_dtype_and_a_device_that_are_none(tmp_path: Path) -> None:
     save(tiny("gpt2"), tmp_path / "x")
     for make in (lambda **given: load(tmp_path / "x", **given), lambda **given: ch.build(tiny("gpt2").config, **given)):
-        with pytest.raises(ch.ConfigError, match=r"dtype='float16' is a str; pass one of torch's"):
-            make(dtype="float16")
+        for wrong in ("float16", torch.int8):
+            with pytest.raises(
+                ch.ConfigError, match=rf"dtype={wrong!r} is no floating-point type of torch's; pass one"
+            ):
+                make(dtype=wrong)
     with pytest.raises(ch.InputError, match=r"device='gpu' is no device of torch's"):
         load(tmp_path / "x", device="gpu")

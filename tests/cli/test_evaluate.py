@@ -102,6 +102,20 @@ def test_bleu_of_translations(tmp_path: Path) -> None:
     assert row["chrf"] == pytest.approx(sacrebleu.corpus_chrf(outputs, [targets]).score)
 
 
+def test_a_table_of_pairs_is_as_good_as_two_files(tmp_path: Path) -> None:
+    make(tmp_path / "m", "transformer-base")
+    pairs = [("the cat sat", "the mat"), ("one two three", "one two"), ("", "dogs"), ("dogs ran", "the dogs")]
+    for name, column in (("a", 0), ("b", 1)):
+        (tmp_path / name).write_text("".join(f"{pair[column]}\n" for pair in pairs))
+    (tmp_path / "pairs.csv").write_text("source,target\n" + "".join(f"{','.join(pair)}\n" for pair in pairs))
+    row = measure(tmp_path / "m", "--source", tmp_path / "a", "--target", tmp_path / "b")
+    ran = CliRunner().invoke(app, ["evaluate", str(tmp_path / "m"), str(tmp_path / "pairs.csv"), "--json"])
+    assert json.loads(ran.stdout) == row
+    assert ran.stderr.count("1 of 4 rows dropped: empty (pairs.csv:4)") == 1  # read once, told once
+    with pytest.raises(ConfigError, match=r"learns from data.target, and there is none; name --target, or a table of"):
+        measure(tmp_path / "m", tmp_path / "a")
+
+
 def test_standard_output_holds_the_result_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropped lines, and scores that need a package, are said on standard error."""
     make(tmp_path / "m", "transformer-base")
@@ -137,7 +151,7 @@ def test_accuracy_of_labels_in_the_models_own_order(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     make(tmp_path / "t", "transformer-base")
-    with pytest.raises(InputError, match=r"translates; give --source and --target"):
+    with pytest.raises(InputError, match=r"translates; give --source and --target, or a table of pairs"):
         measure(tmp_path / "t")
     make(tmp_path / "g", "gpt2")
     with pytest.raises(InputError, match=r"measured on files, and none was named"):

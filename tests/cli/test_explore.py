@@ -9,8 +9,10 @@ import socket
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from typer.testing import CliRunner, Result
 
+import clearhead as ch
 from clearhead.cli import app
 from clearhead.errors import ClearheadError, InputError
 
@@ -51,6 +53,27 @@ def test_every_head_is_ablated_once(folders: dict[str, Path]) -> None:
         folders["pair"], "the cat", "--target", "the mat", "--ablate", "--bleu", "--json", "--heads", "*.0.cross"
     )
     assert set(json.loads(result.output)["base"]) == {"loss", "logit", "bleu", "chrf"}
+
+
+def test_a_picture_is_named_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = ch.preset("vit-b-16", n_layers=1, d_model=8, n_heads=2, d_ff=8, image_size=8, patch_size=4, n_classes=3)
+    ch.save(ch.build(config), "vit")
+    Image.new("RGB", (9, 7), (255, 0, 0)).save("a red.png")
+    found = explore("vit", "a red.png", "--export", "page.html")
+    assert found.exit_code == 0, found.output
+    assert "upload:" in Path("page.html").read_text(encoding="utf-8")
+    for words, message in (
+        (
+            ("no.png", "--export", "page.html"),
+            r"there is no 'no.png' here; name a file, or one of sample:0 to sample:9",
+        ),
+        (("a red.png", "--no-open"), r"a file is chosen on the page; got 'a red.png'; .*add --export FILE"),
+    ):
+        with pytest.raises(InputError, match=message):
+            CliRunner().invoke(app, ["explore", "vit", *words], catch_exceptions=False)
+    with pytest.raises(InputError, match=r"vit is a model of pictures: .* give it to classify or explore"):
+        CliRunner().invoke(app, ["generate", "vit", "hello"], catch_exceptions=False)
 
 
 def test_a_page_is_written(folders: dict[str, Path], tmp_path: Path) -> None:

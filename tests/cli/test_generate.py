@@ -488,7 +488,9 @@ def test_a_mistyped_path_does_not_go_to_the_hub(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("clearhead.checkpoint.hub.download", download)
     make(tmp_path / "runs" / "dates-1", "gpt2")
-    with pytest.raises(InputError, match=r"there is nothing at 'runs/date-1'; did you mean 'runs/dates-1'\?"):
+    with pytest.raises(
+        InputError, match=r"there is nothing at 'runs/date-1'; .*hf:owner/name; did you mean 'runs/dates-1'\?$"
+    ):
         run("generate", "runs/date-1", "the")
     assert asked == []
     run("generate", "hf:owner/name", "the", "-n", "2")

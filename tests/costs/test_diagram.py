@@ -149,6 +149,13 @@ def test_the_drawing_in_letters() -> None:
     assert lines[-1] == "on each part: parameters · operations for 128 tokens"
 
 
+def test_names_and_figures_stay_apart_in_letters() -> None:
+    config = ch.preset("transformer-base", norm="rms", norm_first=True, qk_norm=True, d_model=1024, n_heads=16)
+    lines = str(ch.draw(config)).splitlines()
+    assert any(re.search(r"rms norm, q and k too  +\S", line) for line in lines)
+    assert max(map(len, lines)) <= 80
+
+
 def test_a_model_draws_as_its_config() -> None:
     config = ch.preset("gpt2", n_layers=2, d_model=48, n_heads=4, d_ff=96)
     drawing = ch.draw(ch.build(config))

@@ -243,6 +243,15 @@ def test_what_is_not_known_is_refused(wrong: dict[str, Any], words: str) -> None
         cost(ch.preset("gpt2"), **(ONE | wrong))
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_one_row_of_a_config_is_the_default() -> None:
+    config = ch.preset("gpt2", n_layers=2)
+    assert ch.cost(config) == ch.cost(config, batch=1)
+    name: Any = "gpt2"
+    with pytest.raises(ch.ConfigError, match=r"cost takes a Config, got str; make one with ch.preset\(name\)"):
+        ch.cost(name)
+
+
 def test_an_encoder_writes_nothing() -> None:
     with pytest.raises(
         ch.ClearheadError, match=r"mode='decode' is for models that write; got shape='encoder'; use mode='f"

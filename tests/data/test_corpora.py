@@ -213,6 +213,31 @@ def test_a_semicolon_within_a_text_separates_nothing(tmp_path: Path) -> None:
         list(read_labelled(write(tmp_path / "d.csv", "so; so,1\n")))
 
 
+@pytest.mark.parametrize("header", ["", "text\tlabel\n", "id\tlabel\ttext\n"])
+def test_tabs_separate_a_csv_file_too(header: str, tmp_path: Path) -> None:
+    rows = [("good, really; yes", "1"), ("bad", "0"), ("good", "1")]
+    lines = [f"{text}\t{label}\n" if "id" not in header else f"7\t{label}\t{text}\n" for text, label in rows]
+    assert list(read_labelled(write(tmp_path / "a.csv", header + "".join(lines)))) == rows
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_spaces_around_names_and_labels_are_not_part_of_them(kind: str, tmp_path: Path) -> None:
+    mark = "," if kind == "csv" else "\t"
+    lines = [f"text{mark} label", f"good{mark} pos ", f"bad{mark}neg", f"worse{mark} "]
+    rows = [("good", "pos"), ("bad", "neg")]
+    assert list(read_labelled(write(tmp_path / f"a.{kind}", "\n".join(lines)))) == rows
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("name", ["a.txt", "a.csv", "a.txt.gz"])
+def test_utf_16_is_named(encoding: str, name: str, tmp_path: Path) -> None:
+    content = "\ufefftext,label\ngood,1\n".encode(encoding)
+    with pytest.raises(
+        InputError, match=r"is UTF-16, not UTF-8: its first bytes are (ff fe|fe ff); convert it: iconv -f UTF-16"
+    ):
+        documents(write(tmp_path / name, gzip.compress(content) if name.endswith("gz") else content))
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "csv", "parquet", "folder"])
 def test_tables(tmp_path: Path, kind: str) -> None:
     file = save_table(tmp_path / f"a.{kind}", kind, ROWS)

@@ -361,7 +361,7 @@ def test_prepare_labelled(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 
 def test_nothing_left(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    with pytest.raises(InputError, match=r"nothing is left of .*a.txt .*1 of 1 files dropped: empty"):
+    with pytest.raises(InputError, match=r"nothing is left of .*a.txt: 1 of 1 files dropped: empty"):
         prepare_texts(tmp_path / "s", write(tmp_path / "a.txt", "\n"), tokenizer)
     assert files_in(tmp_path) == ["a.txt"]
 

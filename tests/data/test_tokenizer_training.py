@@ -130,6 +130,7 @@ def test_chars_has_the_characters_of_the_corpus(corpus: Path) -> None:
         ({"files": ()}, InputError, r"no text to train on"),
         ({"files": (), "texts": []}, InputError, r"no text to train on"),
         ({"files": (), "texts": ["", ""], "kind": "chars"}, InputError, r"no text to train on"),
+        ({"files": (), "texts": "the cat"}, InputError, r"texts is one text, 'the cat', and would be read letter by"),
         ({"files": (), "texts": [b"bytes"]}, InputError, r"a text must be a str, not bytes"),
         ({"files": (), "texts": ["a", "\ud800"]}, InputError, r"not valid Unicode.*surrogates"),
         ({"files": "missing.txt"}, InputError, r"no file missing\.txt"),

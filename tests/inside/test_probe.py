@@ -446,6 +446,13 @@ def test_a_pattern_that_matches_nothing() -> None:
         pass
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_patterns_are_texts() -> None:
+    wrong: Any = ["embedding", "blocks.0.residual"]
+    with pytest.raises(ch.InputError, match=r"a site is a text; got \['embedding', .*probe\(model, 'a', 'b'\)"):
+        ch.probe(tiny("gpt2"), wrong).__enter__()
+
+
 def test_a_pattern_for_a_later_block_is_answered_with_its_own_neighbour() -> None:
     model = tiny("gpt2", n_layers=7)
     with (

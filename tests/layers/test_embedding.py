@@ -39,7 +39,7 @@ def test_ids_out_of_range(tokens: list[list[int]], got: str) -> None:
     ids=["one text", "three axes", "floats", "booleans"],
 )
 def test_what_is_no_batch_of_ids(unchecked: None, tokens: torch.Tensor) -> None:
-    with pytest.raises(InputError, match=r"whole numbers of shape \(batch, length\).*use tokens\[None\]") as error:
+    with pytest.raises(InputError, match=r"whole numbers, of shape \(batch, length\).*use tokens\[None\]") as error:
         TokenEmbedding(11, 7)(tokens)
     assert f"got {tokens.dtype} of shape {tuple(tokens.shape)}" in str(error.value)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +58,12 @@ def test_tokens_of_the_wrong_rank(gpt: ch.Decoder, tokens: Tensor) -> None:
 def test_tokens_that_are_no_ids(gpt: ch.Decoder, dtype: torch.dtype) -> None:
     with refuses("whole numbers", str(dtype)):
         gpt(TOKENS.to(dtype))
+
+
+@pytest.mark.parametrize("tokens", [[[1, 2]], "hello", None])
+def test_tokens_that_are_no_tensor(gpt: ch.Decoder, tokens: Any) -> None:
+    with refuses("a tensor of whole numbers", str(type(tokens))):
+        gpt(tokens)
 
 
 def test_ids_as_int32_are_fine(gpt: ch.Decoder) -> None:

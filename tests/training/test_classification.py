@@ -168,6 +168,14 @@ def test_held_out_texts_have_the_same_labels(tmp_path: Path):
         text_task(tmp_path / "b", data=dict(valid=[write(tmp_path / "w.csv", "text,label\nabc,other\n")]))
 
 
+def test_held_out_classes_that_no_row_teaches_are_told(tmp_path: Path):
+    files = [write(tmp_path / "a.csv", table(labels=[f"id {i}" for i in range(N)]))]
+    task = text_task(tmp_path / "ids", data=dict(files=files))
+    n = len(task.valid_rows)
+    assert task.facts.notes == [f"{n} of {n} held-out rows have a class that no row to learn from has"]
+    assert not text_task(tmp_path / "classes").facts.notes
+
+
 def test_pictures_or_texts():
     assert are_pictures(recipe_of("classify", model=PICTURES, data={}))
     assert are_pictures(recipe_of("classify", model={"preset": "vit-b-32"}, data={}))

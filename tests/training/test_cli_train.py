@@ -219,7 +219,10 @@ def test_show_recipe(clearhead: Clearhead, tmp_path: Path) -> None:
             "train.optimizer='adam' is not known; did you mean 'adamw'?",
         ),
         (["language", "a.txt", "--empty", "maybe"], "data.empty='maybe' is not known"),
-        (["langage", "a.txt"], "there is no recipe 'langage'; did you mean 'language'?"),
+        (
+            ["langage", "a.txt"],
+            "there is no recipe 'langage', and no .toml file of that name; did you mean 'language'?",
+        ),
         (["nothing.toml"], "the recipe 'nothing.toml' can not be read"),
         ([], "nothing to learn was named; try: clearhead train language data/*.txt"),
         (["language"], "the task 'language' learns from data.files, and there is none; name files on the command line"),
@@ -237,7 +240,14 @@ def test_show_recipe(clearhead: Clearhead, tmp_path: Path) -> None:
         (["--resume", "x", "--out", "y"], "got --out; leave that out"),
         (["language", "a.txt", "--source", "a.txt"], "the task 'language' does not read data.source"),
         (["language", "a.txt", "--valid-source", "a.txt"], "--valid-source is for translate"),
-        (["translate", "--source", "a.txt", "--target", "a.txt", "--valid", "a.txt"], "does not read data.valid;"),
+        (
+            ["translate", "--source", "a.txt", "--target", "a.txt", "--valid", "a.txt"],
+            "learns from data.valid_target, and",
+        ),
+        (
+            ["translate", "a.txt", "a.txt"],
+            "name --target, or a table of pairs (.csv, .tsv, .jsonl ...), on the command line",
+        ),
         (["translate", "a.txt", "--source", "a.txt", "--target", "a.txt"], "does not read data.files;"),
         (["translate", "--source", "a", "--target", "b", "--valid-target", "c"], "held-out targets have no sources"),
         (["language", "a.txt", "--lora", "alpha=3"], "--lora 'alpha=3' has no rank, and would train all weights"),
@@ -267,6 +277,16 @@ def test_mistakes_are_one_line(clearhead: Clearhead, tmp_path: Path, arguments: 
     assert ran.err.startswith("clearhead: ")
     assert ran.err.count("\n") == 1
     assert message in ran.err
+
+
+def test_pairs_may_be_in_one_table(clearhead: Clearhead, tmp_path: Path) -> None:
+    source, target = (Path(name).read_text().split() for name in write_pairs(tmp_path))
+    rows = [f"{first},{second}\n" for first, second in zip(source, target, strict=True)]
+    (tmp_path / "pairs.csv").write_text("source,target\n" + "".join(rows))
+    (tmp_path / "held.csv").write_text("".join(rows[:7]))
+    ran = clearhead("train", "translate", "pairs.csv", "--valid", "held.csv", "--out", "table")
+    assert ran.code == 0, ran
+    assert "61 to learn from, 7 held out" in ran.out
 
 
 @pytest.mark.parametrize(

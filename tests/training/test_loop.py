@@ -117,7 +117,9 @@ def test_a_name_is_a_recipe_and_folders_are_numbered(tmp_path: Path, monkeypatch
     recipe = make_recipe("language", tmp_path, steps=1)
     assert train(recipe).folder == Path("runs/language-1")
     assert train(recipe).folder == Path("runs/language-2")
-    with pytest.raises(ConfigError, match=r"there is no recipe 'langauge'; did you mean 'language'"):
+    with pytest.raises(
+        ConfigError, match=r"there is no recipe 'langauge', and no .toml file of that name; did you mean 'language'"
+    ):
         train("langauge")
 
 

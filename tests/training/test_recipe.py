@@ -90,7 +90,7 @@ def test_a_recipe_from_a_file(tmp_path: Path):
     file = tmp_path / "own.toml"
     file.write_text(Recipe(task="mask").to_toml(), encoding="utf-8")
     assert find_recipe(str(file)) == Recipe(task="mask")
-    with pytest.raises(ConfigError, match=r"no recipe 'langauge'.*'language'.*\.toml"):
+    with pytest.raises(ConfigError, match=r"no recipe 'langauge', and no .toml file.*'language'"):
         find_recipe("langauge")
     with pytest.raises(InputError, match=r"nowhere\.toml.*No such file"):
         find_recipe(str(tmp_path / "nowhere.toml"))
@@ -270,6 +270,7 @@ def test_files_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     recipe = LANGUAGE.with_files(files=["a.txt", "/b/c.txt", "hf:owner/name"], valid=[])
     assert recipe.data.files == (str(tmp_path / "a.txt"), "/b/c.txt", "hf:owner/name")
     assert replace(recipe, data=replace(recipe.data, files=())) == LANGUAGE
+    assert LANGUAGE.with_files(files="a.txt").data.files == (str(tmp_path / "a.txt"),)
     # none given: those of the recipe stay
     assert recipe.with_files(files=[]).data.files == recipe.data.files
 

@@ -73,6 +73,12 @@ class Classes(Task):
         table["classes"] = f"{len(self.labels)}: {', '.join(self.labels[:8])}" + (
             " ..." if len(self.labels) > 8 else ""
         )
+        known = set(self.store["label"].flat[self.chosen])
+        unknown = sum(label not in known for label in self.valid["label"].flat[self.valid_rows].tolist())
+        if unknown:
+            corpus.note(
+                f"{unknown:,} of {len(self.valid_rows):,} held-out rows have a class that no row to learn from has"
+            )
         fields = dict(shape="encoder", head="classes", labels=tuple(self.labels), n_classes=len(self.labels), **fields)
         self.facts = Facts(fields, Generation(pad=pad), table, corpus.notes)
 
@@ -152,7 +158,8 @@ class TextClasses(Classes):
             )
 
         self.store = prepare("texts", d.files, given_labels(self.recipe))
-        self._split(prepare("valid", d.valid, self.labels) if d.valid else None)
+        # `evaluate` measures on all of its data.
+        self._split(self.store if d.valid == d.files else prepare("valid", d.valid, self.labels) if d.valid else None)
         if not self.store["text"].lengths.all():
             raise InputError(
                 "a text has no token at all, so there is nothing to read a label from; set data.empty=drop"

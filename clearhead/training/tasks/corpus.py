@@ -75,7 +75,10 @@ class Corpus:
         text = json.dumps([*map(str, key), asdict(self.recipe.data), asdict(self.policy)], sort_keys=True)
         store = make(self.cache / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}")
         for line in store.info.get("findings", []):
-            note = f"{name}: {line}"
-            self.notes.append(note)
-            self.show.note(note)
+            self.note(f"{name}: {line}")
         return store
+
+    def note(self, text: str) -> None:
+        """Show a finding about the data, and keep it for the report."""
+        self.notes.append(text)
+        self.show.note(text)

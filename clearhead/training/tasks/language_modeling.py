@@ -67,7 +67,8 @@ class WindowTask(Task):
             )
 
         store = prepare("text", d.files)
-        held = prepare("valid", d.valid) if d.valid else store
+        # `evaluate` measures on all of its data.
+        held = prepare("valid", d.valid) if d.valid and d.valid != d.files else store
         cut = None if d.valid else split_stream(len(store["text"].flat), d.valid_share)
         self.length, self.stages = d.length, stages(self.recipe.train)
         self.is_even = len(self.stages) == 1

@@ -42,7 +42,8 @@ class Translate(Task):
         self.start = start_token(self.words)
         self.pairs = self.valid = self._prepare(corpus, "pairs", d.source, d.target)
         if d.valid_source:
-            self.valid = self._prepare(corpus, "valid", d.valid_source, d.valid_target)
+            if (d.valid_source, d.valid_target) != (d.source, d.target):  # `evaluate` measures on all of its data
+                self.valid = self._prepare(corpus, "valid", d.valid_source, d.valid_target)
             self.chosen, self.valid_rows = np.arange(len(self.pairs)), np.arange(len(self.valid))
         else:
             self.chosen, self.valid_rows = held_out(len(self.pairs), d.valid_share, t.seed)
