@@ -155,6 +155,9 @@ class Task(NamedTuple):
     waits: int
     preempted: int
 
+    def since(self, before: Task) -> Task:
+        return Task(self.seconds - before.seconds, self.waits - before.waits, self.preempted - before.preempted)
+
 
 @dataclass
 class Look:
@@ -167,10 +170,7 @@ class Look:
 
     def __sub__(self, other: Look) -> Look:
         tasks = {
-            pid: {
-                tid: Task(*(a - b for a, b in zip(task, other.tasks[pid].get(tid, Task(0, 0, 0)), strict=True)))
-                for tid, task in own.items()
-            }
+            pid: {tid: task.since(other.tasks[pid].get(tid, Task(0, 0, 0))) for tid, task in own.items()}
             for pid, own in self.tasks.items()
         }
         counts = [a - b for a, b in zip(self.counts, other.counts, strict=True)]
@@ -247,6 +247,7 @@ def figures(asked: argparse.Namespace, answers: list[Answer], used: Look, pid: i
         "front ends: waits a step, each": sum(t.waits for each in fronts for t in each.values()) / steps / len(fronts),
         "messages from the engine a step": count["messages"] / steps,
         "bytes of them a token": count["sent"] / rows,
+        "tokens a second": rows / used.when,
         "ms of a step, on the clock": 1e3 * step,
         "  of these waiting for the device": count["wait_us"] / 1e3 / steps,
         "rows of a step, share of the streams": rows / steps / asked.streams,
@@ -278,10 +279,11 @@ def alone(place: str, asked: argparse.Namespace) -> dict[str, float]:
         if n_left == 300:
             began, used, counts[:] = time.perf_counter(), time.thread_time(), [0] * len(COUNTS)
     count = dict(zip(COUNTS, counts, strict=True))
-    steps = count["steps"]
+    steps, seconds = count["steps"], time.perf_counter() - began
     return {
         "engine's thread, ms of CPU a step": 1e3 * (time.thread_time() - used) / steps,
-        "ms of a step, on the clock": 1e3 * (time.perf_counter() - began) / steps,
+        "tokens a second": count["rows"] / seconds,
+        "ms of a step, on the clock": 1e3 * seconds / steps,
         "rows of a step, share of the streams": count["rows"] / steps / asked.streams,
         "prefills a step": count["prefills"] / steps,
         "prompts a prefill": count["prompts"] / max(1, count["prefills"]),

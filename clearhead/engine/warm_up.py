@@ -1,6 +1,7 @@
 """Warm-up: the CUDA graphs of a decoder's engine are recorded before its first request, so that no request waits for it.
 
-After that, prompts are padded to one of the recorded sizes. What fits into none is computed without a graph.
+After that, prompts are padded to one of the recorded sizes. What fits into none is computed without a graph, as it is once here: a
+first burst of requests finds its kernels loaded.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ def warm_up(engine: Engine) -> None:
             _submit(engine, Request(prompt=prompt(1), max_new_tokens=3, strategy=strategy, scored=scored, eos=()))
     engine.run()
     engine.runner.prompts.recorded = grid
+    longest = max((length for rows, length in grid if rows == grid[-1][0]), default=1)
+    for _ in range(engine.max_rows):  # more than any graph has
+        _submit(engine, Request(prompt=prompt(longest + 1), max_new_tokens=2, eos=()))
+    engine.run()
 
 
 def batch_sizes(max_rows: int) -> list[int]:

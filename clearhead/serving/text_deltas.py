@@ -28,6 +28,7 @@ class TextJob:
     generates: bool = True  # else only the prompt is returned
     counts_prompt: bool = True  # of several texts for one prompt, only the first counts it in the usage
     plan: Plan | None = None  # the explanation
+    is_whole: bool = False  # nobody looks at the text before its end, not even for a stop string
 
 
 @dataclass
@@ -110,14 +111,16 @@ class TextRun:
         stream = stream_of(request, worker.tokenizer, self.job.stops)
         clocks = (metrics.first_token.labels(worker.name), metrics.between_tokens.labels(worker.name))
         last = self.began
-        source = worker.generate(request, self.job.seconds)
+        source = worker.generate(request, self.job.seconds, is_whole=self.job.is_whole)
         try:
             async for arrived in source:
                 if isinstance(arrived, Ticket):
                     self._end(arrived)
                     break
                 now = time.perf_counter()
-                clocks[bool(self.ids)].observe(now - last)
+                # A stream's client sees one gap, however many tokens come after it.
+                n_gaps = len(arrived) if self.ids and self.job.is_whole else 1
+                clocks[bool(self.ids)].observe((now - last) / n_gaps)
                 last = now
                 for token in arrived:
                     self.ids.append(token.id)

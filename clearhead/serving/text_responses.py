@@ -58,9 +58,9 @@ def text_jobs(
     processor = None if worker.engine is None else worker.engine.processors.get(shared)
     requests = [replace(one, strategy=shared.strategy, processor=processor) for one in requests]
     plan = make_plan(worker, body.explain, requests) if isinstance(worker, ModelWorker) else None
-    seconds = service.limits.seconds
+    seconds, is_whole = service.limits.seconds, not (body.stream or body.stops)
     return [
-        TextJob(one, body.stops, seconds, counts_prompt=number % body.n == 0, plan=plan)
+        TextJob(one, body.stops, seconds, counts_prompt=number % body.n == 0, plan=plan, is_whole=is_whole)
         for number, one in enumerate(requests)
     ]
 

@@ -55,8 +55,9 @@ class Channel(ABC):
 class LoopChannel(Channel):
     """To an event loop of the same process."""
 
-    def __init__(self, request: Request) -> None:
-        self.request = replace(request, client=CLIENT.get())
+    def __init__(self, request: Request, *, is_whole: bool = False) -> None:
+        """`is_whole`: nobody looks at the text before its end, so its reader is woken for the first token and at the end only."""
+        self.request, self.is_whole, self.has_begun = replace(request, client=CLIENT.get()), is_whole, False
         self.began = time.perf_counter()
         self.home = self.loop = asyncio.get_running_loop()
         self.accepted: asyncio.Future[Ticket] = self.loop.create_future()
@@ -67,7 +68,9 @@ class LoopChannel(Channel):
 
     def put(self, token: Arrival) -> None:
         self.arrived.append(token)
-        if self.wait is not None and not self.wait.done():
+        can_wait = self.is_whole and self.has_begun and isinstance(token, Token)
+        self.has_begun = True
+        if not can_wait and self.wait is not None and not self.wait.done():
             self.wait.set_result(None)
 
     def expire(self) -> None:
@@ -141,10 +144,15 @@ class Worker(ABC):
         """The answer to an HTTP request that needs the model itself; None: the model is in this process."""
         return None
 
-    async def generate(self, request: Request, seconds: float = 1e6) -> AsyncGenerator[list[Token] | Ticket, None]:
-        """Tokens as they are generated, then the ticket. If closed early, cancelled or late, the request is cancelled."""
+    async def generate(
+        self, request: Request, seconds: float = 1e6, *, is_whole: bool = False
+    ) -> AsyncGenerator[list[Token] | Ticket, None]:
+        """Tokens as they are generated (`is_whole`: the first, and all others at the end), then the ticket.
+
+        If closed early, cancelled or late, the request is cancelled.
+        """
         self.check_open()
-        channel = LoopChannel(request)
+        channel = LoopChannel(request, is_whole=is_whole)
         timer = channel.loop.call_later(seconds, channel.expire)
         self.submit(channel)
         try:
@@ -164,7 +172,7 @@ class Worker(ABC):
 
     async def finish(self, request: Request, seconds: float) -> Ticket:
         """The ticket of a request when it is done."""
-        async with contextlib.aclosing(self.generate(request, seconds)) as source:
+        async with contextlib.aclosing(self.generate(request, seconds, is_whole=True)) as source:
             async for arrived in source:
                 if isinstance(arrived, Ticket):
                     return arrived

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from clearhead.engine.cuda_graphs import round_up
+from clearhead.engine.scheduler import HOLD_STEPS
 from clearhead.engine.warm_up import batch_sizes, prompt_sizes, warm_up
 from clearhead.generation import Engine, Request
 from tests.engine.test_async_scheduling import on_a_gpu
@@ -87,4 +88,25 @@ def test_prompts_that_are_partly_cached_are_computed_together() -> None:
             assert ticket.n_cached == 16 * is_again
             assert_same(ticket, alone(model, ticket.request), 1e-5)  # float32: other sums
     assert calls == [12]
+    assert_nothing_left(made)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_large_batch_is_recorded_in_all_sizes_and_a_burst_is_computed() -> None:
+    """Also where rows of texts that are over may stay, and for more prompts at once than any graph has."""
+    made = on_a_gpu(Engine(model_of("llama"), max_tokens=9000, max_rows=96, prefill_tokens=16_384))
+    made.scheduler.hold_steps = HOLD_STEPS
+    grids: list[tuple[int, int]] = []
+    run = made.runner.prompts._run_padded
+
+    def padded(model: Any, inputs: Any, T: int, *args: Any) -> Any:
+        grids.append((len(inputs), T))
+        return run(model, inputs, T, *args)
+
+    made.runner.prompts._run_padded = padded
+    warm_up(made)
+    graphs: Any = made.runner.graphs
+    assert {key[0] for key in graphs.keys if isinstance(key[0], int)} == set(batch_sizes(96))
+    assert 96 not in {rows for rows, _ in made.runner.prompts.recorded}
+    assert any(rows == 96 and length > 1 for rows, length in grids)
     assert_nothing_left(made)
