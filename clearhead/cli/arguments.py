@@ -42,7 +42,7 @@ Calibrate = Annotated[
     typer.Option(
         metavar="FILE",
         help="With --quantize int4 or w4a8: a text of the kind that the model will read. Weights are rounded so that results on "
-        "up to 8,192 tokens of it change least: less is lost, and loading takes longer.",
+        "up to 4,096 tokens of it change least: less is lost, and loading takes longer.",
     ),
 ]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]

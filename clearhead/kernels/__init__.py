@@ -81,6 +81,7 @@ __all__ = [
     "product",
     "require_memory",
     "rows",
+    "search_int4",
     "store",
     "strip_attention",
     "strip_side",
@@ -187,6 +188,19 @@ def pack_int4(
     if weight.device.type != "cpu" or not native.is_there() or not is_plain(weight):
         return None
     return native.pack_int4(weight.float().contiguous(), shrinks, n_fits)
+
+
+def search_int4(
+    weights: Float[Tensor, "32 n"],
+    factor: Float[Tensor, "32 32"],
+    inverse: Float[Tensor, "32 32"],
+    shrinks: tuple[float, ...],
+    n_fits: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """The values, scales, minimums and errors that `search` of quantization/int4_rounding.py explains."""
+    if weights.device.type != "cpu" or not native.is_there() or not is_plain(weights):
+        return None
+    return native.search_int4(weights.contiguous(), factor, inverse, shrinks, n_fits)
 
 
 def wants_tiles(weight: Tensor) -> bool:

@@ -25,6 +25,7 @@ SIGNATURES: dict[str, tuple[list[Any], Any]] = {  # arguments and result; a resu
     "linear_f32": ([POINTER] * 4 + [INT] * 3 + [SMALL], None),
     "linear_packed": ([POINTER] * 6 + [INT] * 5 + [SMALL], SMALL),
     "pack_int4": ([POINTER] * 5 + [INT] * 3 + [SMALL], None),
+    "search_int4": ([POINTER] * 9 + [INT] * 3 + [SMALL], None),
     "paged_attention": ([POINTER] * 6 + [INT] * 10 + [FLOAT, INT, SMALL], None),
     "paged_store": ([POINTER] * 6 + [INT] * 11, None),
     "text_attention": ([POINTER] * 6 + [INT] * 12 + [FLOAT, SMALL, SMALL], None),
@@ -96,6 +97,25 @@ def pack_int4(
         *(n * d // 32, len(shrinks), n_fits, torch.get_num_threads()),
     )
     return q, scales, mins
+
+
+def search_int4(
+    weights: Float[Tensor, "32 n"],
+    factor: Float[Tensor, "32 32"],
+    inverse: Float[Tensor, "32 32"],
+    shrinks: tuple[float, ...],
+    n_fits: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `search` of quantization/int4_rounding.py finds; weights is contiguous, and factor and inverse are U and U^-1."""
+    points, ones, starts, n = inverse.T @ weights, inverse.sum(0), torch.tensor(shrinks), weights.shape[1]
+    u, lost, scales, mins = (torch.empty(shape) for shape in ((32, n), (32, n), n, n))
+    factor = factor.clone(memory_format=torch.contiguous_format)
+    factor.diagonal().reciprocal_()
+    _FUNCTIONS["search_int4"](
+        *(each.data_ptr() for each in (weights, points, factor, ones, starts, u, lost, scales, mins)),
+        *(n, len(shrinks), n_fits, torch.get_num_threads()),
+    )
+    return u, scales, mins, lost
 
 
 def paged_attention(

@@ -3,11 +3,15 @@
 One pass over all texts at once. Just before a module computes, its inputs are seen and its weight is rounded; then it computes with
 the rounded weight. So each weight is rounded for the inputs that it will get, from layers that are rounded already. No other state
 is kept than the activations of one layer and one matrix of inputs times inputs.
+
+A column of a matrix may be multiplied by any factor if what makes its input is divided by it: a norm's parameters, or before the
+second matrix of a gated feed-forward step the rows of the first. `int4_rounding.balancing_factors` says by which.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,11 +21,14 @@ from torch import Tensor, nn
 
 from clearhead.config import Config
 from clearhead.errors import InputError
+from clearhead.layers.block import Block
 from clearhead.layers.embedding import check_ids
+from clearhead.quantization.int4_rounding import balancing_factors
 from clearhead.quantization.model_weights import example_weight
 
 Calibration = Sequence[Sequence[int]] | Callable[[Any], object]  # texts as ids, or a function that calls the model once
-WINDOW, FEWEST, MOST = 256, 256, 8192  # tokens: of a row, and in all
+WINDOW, FEWEST, MOST = 256, 256, 4096  # tokens: of a row, and in all
+STRIP = 256  # rows of a matrix that are computed at a time
 
 
 class AllRounded(Exception):  # noqa: N818  a signal, not an error
@@ -63,7 +70,12 @@ def second_moments(x: Float[Tensor, "n D"]) -> Float[Tensor, "D D"]:
     Else weights would move freely in the directions that these few leave out. Schäfer and Strimmer (2005) estimate which share of
     the correlations is chance, from how much each varies over the inputs; with many inputs it is nearly nothing.
     """
-    n, found = len(x), x.T @ x / len(x)
+    n, D = x.shape
+    found = x.new_empty(D, D)
+    for start in range(0, D, STRIP):  # what is above the diagonal, and its mirror image
+        strip = x[:, start : start + STRIP].T @ x[:, start:] / n
+        found[start:, start : start + STRIP] = strip.T
+        found[start : start + STRIP, start:] = strip
     sizes = found.diagonal().clamp(min=torch.finfo(x.dtype).tiny)
     # Sums over all pairs of two channels of size 1: of z_i^2 z_j^2, in the mean of all inputs, and of r_ij^2.
     squares = x.square().div_(sizes)
@@ -73,26 +85,73 @@ def second_moments(x: Float[Tensor, "n D"]) -> Float[Tensor, "D D"]:
     return found.lerp(found.diagonal().diag(), share)
 
 
+Divide = Callable[[Tensor], None]
+
+
+def find_makers(model: nn.Module) -> dict[str, Divide]:
+    """By the name of a product, how to divide its inputs, if no other module takes them. (Of a post-norm block's norm the residual
+    stream takes the results, too.)"""
+    found: list[tuple[str, Divide, list[Tensor]]] = []
+    # A weight that several modules share can not be divided for one of them.
+    uses = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
+    for name, block in model.named_modules():
+        if not isinstance(block, Block):
+            continue
+        step: Any = block.feedforward
+        first = "gate_up" if step.gated else "up"
+        norms: list[tuple[str, Any]] = [("attention.qkv", block.attention_norm), ("cross.q_proj", block.cross_norm)]
+        for product, norm in (*norms, (f"feedforward.{first}", block.feedforward_norm)) if block.norm_first else ():
+            if isinstance(norm, nn.LayerNorm | nn.RMSNorm):
+                weight: Any = block.get_submodule(product).weight
+                found.append((f"{name}.{product}", partial(divide_norm, norm), [*norm.parameters(), weight]))
+        if step.gated:
+            tensors = [*step.gate_up.parameters(), step.down.weight]
+            found.append((f"{name}.feedforward.down", partial(divide_up, step), tensors))
+    return {name: divide for name, divide, tensors in found if all(uses[id(each)] == 1 for each in tensors)}
+
+
+def divide_norm(norm: nn.Module, factors: Float[Tensor, " D"]) -> None:
+    for name, parameter in list(norm.named_parameters()):
+        setattr(norm, name, nn.Parameter((parameter / factors).to(parameter.dtype), requires_grad=False))
+
+
+def divide_up(step: Any, factors: Float[Tensor, " F"]) -> None:
+    """Of down(f(gate(x)) * up(x)) the rows of up, which are rounded already, and its bias."""
+    gate_up, factors = step.gate_up, torch.cat([torch.ones_like(factors), factors])
+    gate_up.weight.divide_rows(factors)
+    if gate_up.bias is not None:
+        of_biased = factors[-len(gate_up.bias) :]
+        gate_up.bias = nn.Parameter((gate_up.bias / of_biased).to(gate_up.bias.dtype), requires_grad=False)
+
+
 @torch.no_grad()
 def round_in_turn(
     model: nn.Module,
     names: Collection[str],
+    makers: Mapping[str, Divide],
     call: Callable[[Any], object],
-    replace: Callable[[str, Tensor], None],
+    replace: Callable[[str, Tensor, Tensor | None], None],
 ) -> None:
-    """Call `replace(name, hessian)` for each module when its inputs are known, before it computes."""
+    """Call `replace(name, hessian, factors)` for each module when its inputs are known, before it computes. Its columns are to be
+    multiplied by the factors, by which what makes its inputs has been divided."""
     left = set(names)
 
-    def hook(name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def hook(name: str, module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor] | None:
         if name not in left:
-            return
-        hessian = second_moments(inputs[0].flatten(0, -2).float())
+            return None
+        x, factors = inputs[0], None
+        hessian = second_moments(x.flatten(0, -2).float())
         if not hessian.isfinite().all():
             raise InputError(f"the inputs of {name} are not all numbers on these texts: the model's weights are spoilt")
-        replace(name, hessian)
+        if name in makers:
+            factors = balancing_factors(module.weight, hessian)
+            makers[name](factors)
+            x, hessian = (x / factors).to(x.dtype), hessian / factors / factors[:, None]
+        replace(name, hessian, factors)
         left.remove(name)
         if not left:
             raise AllRounded
+        return (x,)
 
     hooks = [model.get_submodule(name).register_forward_pre_hook(partial(hook, name)) for name in names]
     try:

@@ -12,9 +12,12 @@ from torch import Tensor, nn
 
 import clearhead as ch
 from clearhead.errors import InputError
-from clearhead.quantization.calibration import second_moments
-from clearhead.quantization.int4_rounding import DAMPING, GROUP, SHRINKS, gptq, search
-from clearhead.quantization.integer import Int4, Quantized, quantize
+from clearhead.generation import generate
+from clearhead.kernels import native
+from clearhead.quantization import calibration
+from clearhead.quantization.calibration import divide_up, find_makers, second_moments
+from clearhead.quantization.int4_rounding import DAMPING, GROUP, SHRINKS, balancing_factors, gptq, search
+from clearhead.quantization.integer import Int4, Int8, Quantized, quantize
 
 SMALL = dict(n_layers=2, d_model=64, n_heads=4, d_ff=96, vocab_size=97, max_len=53)
 
@@ -57,7 +60,9 @@ def shrunk(x: Tensor) -> Tensor:
     return found * (kept + (1 - kept) * torch.eye(D, dtype=torch.float64))
 
 
-def test_correlations_that_may_be_chance_are_taken_back() -> None:
+@pytest.mark.parametrize("strip", [4, 256])
+def test_correlations_that_may_be_chance_are_taken_back(strip: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "STRIP", strip)
     x = torch.randn(19, 11) * torch.logspace(-1, 1, 11)
     torch.testing.assert_close(second_moments(x).double(), shrunk(x), rtol=1e-4, atol=1e-6)
     assert not torch.allclose(second_moments(x), x.T @ x / 19, rtol=0.1)
@@ -130,6 +135,135 @@ def test_the_loss_of_a_group_is_the_loss_of_its_results() -> None:
         torch.testing.assert_close(lost.square().sum(0), error.square().sum(0), rtol=0.02, atol=0)
         losses.append(lost.square().sum(0))
     torch.testing.assert_close(losses[0], torch.stack(losses[1:]).amin(0))
+
+
+@pytest.mark.skipif(not native.is_there(), reason=str(native.why_not()))
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 300.0])
+def test_the_kernel_searches_as_torch_does(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """67 groups: the last registers are not full. One has no range, and another is zero."""
+    hessian = second_moments(correlated(500, GROUP))
+    weights, factor = torch.randn(GROUP, 67) * scale, torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
+    weights[:, 3], weights[:, 5] = 0, 0.25 * scale
+    ours = search(weights, factor, SHRINKS[:5])
+    monkeypatch.setattr(native, "is_there", lambda: False)
+    theirs = search(weights, factor, SHRINKS[:5])
+    assert [each.shape for each in ours] == [each.shape for each in theirs]
+    # Sums in another order: a weight in the middle between two steps may fall on the other side, or another start be the best.
+    assert (ours[0] == theirs[0]).all(0).float().mean() > 0.9
+    losses = [each[3].square().sum(0) for each in (ours, theirs)]
+    torch.testing.assert_close(losses[0].sum(), losses[1].sum(), rtol=0.05, atol=0)
+    for loss in losses:
+        assert loss[3] == 0
+        assert loss[5] < 1e-3 * loss.mean()  # 0.25 has a rounding of its own in float16
+
+
+def test_balanced_columns_lose_least() -> None:
+    """If an error is as large as the group's scale, and that as large as its weights: no other factors have a smaller product."""
+    sizes, costs = torch.logspace(-1, 1, GROUP), torch.logspace(3, 0, GROUP)
+    weight, hessian = torch.randn(7, GROUP) * sizes, torch.diag(costs)  # no correlations: a column's cost is its own
+
+    def loss(factors: Tensor) -> float:
+        return float((weight * factors).square().sum() * (costs / factors.square()).sum())
+
+    factors = balancing_factors(weight, hessian)
+    assert float(factors.log().mean()) == pytest.approx(0, abs=1e-5)
+    assert loss(factors) < 0.5 * loss(torch.ones(GROUP))
+    assert all(loss(factors * torch.randn(GROUP).mul(0.2).exp()) > loss(factors) for _ in range(9))
+
+
+def test_columns_or_inputs_of_zeros_are_balanced_too() -> None:
+    weight, x = torch.randn(7, GROUP), correlated(50, GROUP)
+    x[:, 3], weight[:, 5] = 0, 0
+    for w, hessian in (
+        (weight, second_moments(x)),
+        (0 * weight, second_moments(x)),
+        (weight, torch.zeros(GROUP, GROUP)),
+    ):
+        factors = balancing_factors(w, hessian)
+        assert factors.isfinite().all()
+        assert (factors > 0).all()
+
+
+@pytest.mark.parametrize(("family", "n"), [("gpt2", 4), ("llama-3-8b", 4), ("t5-small", 10), ("bert-base", 0)])
+@torch.no_grad()
+def test_norms_and_columns_may_be_moved(family: str, n: int) -> None:
+    """No result changes. In a post-norm block the residual stream takes the norm's results, too."""
+    model, tokens = small(family), torch.randint(0, 97, (3, 50))
+    given = (tokens, tokens) if family.startswith("t5") else (tokens,)
+    expected = model(*given)
+    makers = {name: divide for name, divide in find_makers(model).items() if not name.endswith("down")}
+    assert len(makers) == n
+    for name, divide in makers.items():
+        factors = (0.5 * torch.randn(64)).exp()
+        divide(factors)
+        model.get_submodule(name).weight.mul_(factors)
+    torch.testing.assert_close(model(*given), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.parametrize("form", [Int4, Int8])
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_rows_that_are_rounded_are_divided(
+    form: type[Int4 | Int8], bias: bool, tiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not (tiled and native.has_tiles()):
+        monkeypatch.setattr(native, "is_there", lambda: False)
+        monkeypatch.setattr(native, "has_tiles", lambda: False)
+    model, x, factors = small("llama-3-8b", bias=bias), torch.randn(3, 5, 64), (0.5 * torch.randn(96)).exp()
+    step = model.blocks[1].feedforward
+    if bias:
+        step.gate_up.bias.normal_()
+    weight = form(step.gate_up.weight)
+    del step.gate_up.weight
+    step.gate_up.weight = weight
+    expected = step(x)
+    divide_up(step, factors)
+    step.down.weight.mul_(factors)
+    # 11 bits of each scale
+    torch.testing.assert_close(step(x), expected, rtol=0, atol=2e-3 * float(expected.abs().max()))
+    assert "blocks.1.feedforward.down" in find_makers(small("llama-3-8b"))
+    assert "blocks.1.feedforward.down" not in find_makers(small("gpt2")), "gelu(x / 2) is not gelu(x) / 2"
+
+
+def test_how_numbers_are_split_between_norm_and_columns_does_not_matter() -> None:
+    """So a model may have been saved with its norms multiplied into its matrices. (Here the order of the columns stays.)"""
+    weight, sizes, split = torch.randn(7, 64), torch.logspace(0, 3, 64), torch.logspace(0.2, 0, 64)
+    ours = balancing_factors(weight, torch.diag(sizes))
+    moved = balancing_factors(weight * split, torch.diag(sizes / split.square())) * split
+    # The damping is a share of the mean, which changes.
+    torch.testing.assert_close(moved / moved.mean(), ours / ours.mean(), rtol=0.2, atol=0)
+
+
+def test_a_shared_weight_is_not_divided() -> None:
+    """Also one that takes 8 bits, and so is rounded before the pass."""
+    for changes in ({}, dict(d_model=48)):
+        model = small("llama-3-8b", **changes)
+        one, other = model.blocks
+        assert len(find_makers(model)) == 6
+        other.attention_norm.weight = one.attention_norm.weight
+        other.feedforward.gate_up.weight = one.feedforward.gate_up.weight
+        assert not find_makers(model)
+        before = one.attention_norm.weight.clone()
+        quantize(model, "int4", calibrate=texts())
+        assert other.attention_norm.weight is one.attention_norm.weight
+        assert torch.equal(one.attention_norm.weight, before)
+
+
+@torch.no_grad()
+def test_w4a8_has_the_weights_of_int4() -> None:
+    """In the first block: later ones are rounded for other inputs."""
+    one, other = (quantize(small(), kind, calibrate=texts()).blocks[0] for kind in ("int4", "w4a8"))
+    assert torch.equal(one.attention.qkv.weight.q, other.attention.qkv.weight.q)
+    assert torch.equal(one.attention_norm.weight, other.attention_norm.weight)
+
+
+@torch.no_grad()
+def test_the_native_step_writes_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = quantize(small("llama-3-8b"), "int4", calibrate=texts())
+    ours = generate(model, [texts()[0][:9]], max_new_tokens=20, eos=())
+    monkeypatch.setattr(native, "is_there", lambda: False)
+    assert generate(model, [texts()[0][:9]], max_new_tokens=20, eos=()) == ours
 
 
 def texts(n: int = 600) -> list[list[int]]:
