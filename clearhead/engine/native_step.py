@@ -73,7 +73,7 @@ class NativeStep:
         """The logits after these tokens; each row's most likely next token takes the place of its token.
 
         None: nothing was done, and the model must be called. The tables may have more rows than there are tokens. A decoder
-        has no source. `stores_first`: rows may be successive tokens of one text. `reuse`: the last call's logits may be overwritten.
+        has no source. `stores_first`: rows may be successive tokens of one text. `reuse`: the last logits may be overwritten.
         """
         if self.prepared is None or not self.assumes_unchanged:
             self._prepare(tokens, pool)

@@ -169,8 +169,8 @@ class ModelRunner:
         return self.prompts.run(self.model, sequences, T)
 
     def decode(self, search: BeamSearchParams | None = None) -> Tensor:
-        """One decode step: each row's last token goes through the model. Returns the logits of its next token, which are valid until
-        the next step.
+        """One decode step: each row's last token goes through the model. Returns the logits of its next token, valid until the
+        next step.
 
         With `search`, which is that of all rows, the beams are extended on the device, and what returns are the candidates for
         `Beams.advance`.

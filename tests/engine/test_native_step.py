@@ -234,9 +234,11 @@ def test_logits_in_the_memory_of_the_last_ones() -> None:
         kept, _ = rows.native(tokens)
         found = [rows.step.run(tokens[:n].clone(), rows.pool, rows.own, rows.source, reuse=True) for n in (4, 2)]
         other, _ = rows.native(tokens)
-    assert kept is not None and other is not None and found[0] is not None and found[1] is not None
-    assert found[0].data_ptr() == found[1].data_ptr() and kept.data_ptr() != other.data_ptr()
-    assert torch.equal(found[0], kept) and torch.equal(found[1], kept[:2])
+    first, second, kept, other = (each for each in (*found, kept, other) if each is not None)
+    assert first.data_ptr() == second.data_ptr()
+    assert kept.data_ptr() != other.data_ptr()
+    assert torch.equal(first, kept)
+    assert torch.equal(second, kept[:2])
 
 
 def test_the_first_of_the_largest() -> None:

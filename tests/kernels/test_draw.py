@@ -53,4 +53,5 @@ def test_the_door() -> None:
     assert kernels.draw(logits[:0], seeds[:0], seeds[:0]) is None
     strided = torch.randn(67, 3).T
     found = kernels.draw(strided, seeds.int(), seeds)
-    assert found is not None and torch.equal(found, plainly(strided, seeds, seeds))
+    assert found is not None
+    assert torch.equal(found, plainly(strided, seeds, seeds))
