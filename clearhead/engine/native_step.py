@@ -62,12 +62,18 @@ class NativeStep:
             self.assumes_unchanged, self.prepared = False, None
 
     def run(
-        self, tokens: Int[Tensor, " n"], pool: Pool, own: Table, source: Table, stores_first: bool = False
+        self,
+        tokens: Int[Tensor, " n"],
+        pool: Pool,
+        own: Table,
+        source: Table,
+        stores_first: bool = False,
+        reuse: bool = False,
     ) -> Float[Tensor, "n V"] | None:
         """The logits after these tokens; each row's most likely next token takes the place of its token.
 
         None: nothing was done, and the model must be called. The tables may have more rows than there are tokens. A decoder
-        has no source. `stores_first`: rows may be successive tokens of one text.
+        has no source. `stores_first`: rows may be successive tokens of one text. `reuse`: the last logits may be overwritten.
         """
         if self.prepared is None or not self.assumes_unchanged:
             self._prepare(tokens, pool)
@@ -78,7 +84,7 @@ class NativeStep:
             return None
         kept = self._kept_table(len(tokens), pool.block, own)
         self.prepared.before_step()
-        return self.step.run(tokens, pool.memory, own, source, tables, kept, stores_first)
+        return self.step.run(tokens, pool.memory, own, source, tables, kept, stores_first, reuse)
 
     def _kept_table(self, n: int, block: int, own: Table) -> Table | None:
         """What the first n rows read, if the model's pattern forbids some of it."""

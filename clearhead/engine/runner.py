@@ -169,7 +169,8 @@ class ModelRunner:
         return self.prompts.run(self.model, sequences, T)
 
     def decode(self, search: BeamSearchParams | None = None) -> Tensor:
-        """One decode step: each row's last token goes through the model. Returns the logits of its next token.
+        """One decode step: each row's last token goes through the model. Returns the logits of its next token, valid until the
+        next step.
 
         With `search`, which is that of all rows, the beams are extended on the device, and what returns are the candidates for
         `Beams.advance`.
@@ -192,7 +193,7 @@ class ModelRunner:
         if self.native_step is None or self.paths is not None:
             return None
         own, source = Table(self.block_table, self.lengths), Table(self.source_table, self.source_lengths)
-        return self.native_step.run(self.tokens[: self.n], self.pool, own, source, self.has_drafts)
+        return self.native_step.run(self.tokens[: self.n], self.pool, own, source, self.has_drafts, reuse=True)
 
     def _run_step(self, search: BeamSearchParams | None) -> Tensor:
         """The step without a graph."""

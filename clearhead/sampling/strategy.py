@@ -23,7 +23,7 @@ from clearhead.sampling.timestamps import Timestamps
 
 Logits = Float[Tensor, "B V"]
 Number = float | int
-LIKELY = 128, 1024  # tokens that top-p looks at before it sorts all
+LIKELY = 128, 1024  # tokens of a row that top-p looks at before it sorts all
 
 
 def keep_top_k(logits: Logits, k: int) -> Logits:
@@ -35,15 +35,26 @@ def keep_top_k(logits: Logits, k: int) -> Logits:
 def keep_top_p(logits: Logits, p: Number) -> Logits:
     """Keep the fewest likeliest tokens whose probabilities sum to p (Holtzman et al. 2019)."""
     probs = logits.softmax(-1)
+    if not logits.is_cpu:
+        return _keep_top_p_by_sorting(logits, probs, p)
+    kept, left = torch.full_like(logits, -math.inf), torch.arange(len(logits))
     # To find some likely tokens takes a small part of the time of sorting all. Of equally likely ones the sort keeps the first.
-    for n in LIKELY if logits.is_cpu else ():
-        if logits.shape[-1] <= 4 * n:
+    for n in LIKELY:
+        if not len(left) or logits.shape[-1] <= 4 * n:
             break
-        top, ids = logits.topk(n)
-        drop = _is_beyond(probs.gather(1, ids), p)
+        is_all = len(left) == len(logits)  # no copy of the usual case
+        top, ids = (logits if is_all else logits[left]).topk(n)
+        drop = _is_beyond((probs if is_all else probs[left]).gather(1, ids), p)
         border = drop.int().argmax(-1, keepdim=True).clamp(min=1)
-        if bool((drop[:, -1:] & (top.gather(1, border - 1) > top.gather(1, border))).all()):
-            return torch.full_like(logits, -math.inf).scatter_(1, ids, top.masked_fill(drop, -math.inf))
+        reached = (drop[:, -1:] & (top.gather(1, border - 1) > top.gather(1, border)))[:, 0]
+        kept[left[reached, None], ids[reached]] = top.masked_fill(drop, -math.inf)[reached]
+        left = left[~reached]
+    if len(left):
+        kept[left] = _keep_top_p_by_sorting(logits[left], probs[left], p)
+    return kept
+
+
+def _keep_top_p_by_sorting(logits: Logits, probs: Logits, p: Number) -> Logits:
     ids = logits.argsort(descending=True, stable=True)
     drop = _is_beyond(probs.gather(1, ids), p)
     return logits.masked_fill(drop.scatter(1, ids, drop), -math.inf)

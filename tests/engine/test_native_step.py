@@ -119,7 +119,7 @@ class Rows:
 @contextmanager
 def without_native_step(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
     with monkeypatch.context() as patch:
-        patch.setattr(NativeStep, "run", lambda *_: None)
+        patch.setattr(NativeStep, "run", lambda *_, **__: None)
         yield
 
 
@@ -225,6 +225,20 @@ def test_training_and_many_rows_are_left_to_the_model(monkeypatch: pytest.Monkey
     model.blocks[1] = copy.deepcopy(model.blocks[1])
     assert rows.native(tokens)[0] is None
     assert rows.native(tokens, 3)[0] is not None
+
+
+def test_logits_in_the_memory_of_the_last_ones() -> None:
+    """Only where the caller is done with these: a step of fewer rows, too, writes to the same place, with the same bits."""
+    rows, tokens = Rows(make("gpt2")), torch.tensor([3, 5, 7, 11])
+    with torch.no_grad():
+        kept, _ = rows.native(tokens)
+        found = [rows.step.run(tokens[:n].clone(), rows.pool, rows.own, rows.source, reuse=True) for n in (4, 2)]
+        other, _ = rows.native(tokens)
+    first, second, kept, other = (each for each in (*found, kept, other) if each is not None)
+    assert first.data_ptr() == second.data_ptr()
+    assert kept.data_ptr() != other.data_ptr()
+    assert torch.equal(first, kept)
+    assert torch.equal(second, kept[:2])
 
 
 def test_the_first_of_the_largest() -> None:

@@ -96,7 +96,7 @@ def paged(q: Tensor, k: Tensor, v: Tensor, table: Tensor, counts: Tensor, scale:
 
 
 @needs_native
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(3, 3, 64), (6, 2, 17), (5, 1, 128)])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(3, 3, 64), (6, 2, 17), (5, 1, 128), (4, 2, 32)])
 @pytest.mark.parametrize("block", [4, 16, 19])
 @pytest.mark.parametrize("window", [0, 7, 100])
 def test_paged_attention(heads: int, kv_heads: int, width: int, block: int, window: int) -> None:

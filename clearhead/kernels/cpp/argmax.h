@@ -1,6 +1,6 @@
 #pragma once
 
-#include "vectors.h"
+#include "softmax.h"
 
 namespace {
 
@@ -15,14 +15,16 @@ struct Argmax {
         i64 i = from;
         for (; i + WIDE <= to; i += WIDE) {
             const Wide value = load(x + i);
-            most = value > most ? value : most;
+            most = larger(value, most);
             nans |= value != value;
         }
-        float top = -INFINITY;
-        bool has_nan = false;
-        for (int j = 0; j < WIDE; j++) top = std::max(top, most[j]), has_nan |= nans[j] != 0;
+        float top = largest(most);
+        bool has_nan = largest(nans ? all(1) : Wide{}) > 0;
         for (; i < to; i++) top = std::max(top, x[i]), has_nan |= x[i] != x[i];
-        for (i = from; has_nan ? x[i] == x[i] : x[i] != top;) i++;
+        i = from;
+        if (!has_nan)
+            while (i + WIDE <= to && !above(all(1), load(x + i) == top ? Wide{} : all(1))) i += WIDE;
+        for (; has_nan ? x[i] == x[i] : x[i] != top;) i++;
         return {x[i], i};
     }
     bool beats(const Argmax& other) const { return value > other.value || (value != value && other.value == other.value); }
