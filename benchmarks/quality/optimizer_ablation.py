@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 START = time.time()
 SHAKESPEARE = Path(__file__).resolve().parents[1] / "recipes" / "shakespeare.toml"
 ADAMW = ["train.optimizer=adamw", "train.schedule=cosine", "train.betas=[0.9, 0.99]"]
+ALL = ["train.muon_iteration=polar", "train.muon_beta2=0.95", "train.cautious_decay=true"]
 RULES: dict[str, list[str]] = {
     "adamw": [*ADAMW, "train.lr=0.001"],
     "adamw, lr x 4": [*ADAMW, "train.lr=0.004"],
@@ -37,11 +38,12 @@ RULES: dict[str, list[str]] = {
     "normuon": ["train.muon_beta2=0.95"],
     "cautious": ["train.cautious_decay=true"],
     "polar+normuon": ["train.muon_iteration=polar", "train.muon_beta2=0.95"],
-    "all": ["train.muon_iteration=polar", "train.muon_beta2=0.95", "train.cautious_decay=true"],
+    "all": ALL,
     "batch": ["train.batch_doublings=2"],
     "half batch": [],  # all the time: is it the schedule, or that there are more steps?
     "length": ["train.length_doublings=2"],
     "batch+length": ["train.batch_doublings=2", "train.length_doublings=2"],
+    "all+length": [*ALL, "train.length_doublings=2"],
     "average": ["train.average=3"],
     "average, rate to 0.2": ["train.average=3", "train.min_lr=0.2"],
     "cosine": ["train.schedule=cosine"],

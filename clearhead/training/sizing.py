@@ -25,6 +25,9 @@ TOKENS_A_PARAMETER = 1  # a larger model that sees fewer would learn less in the
 MOST_EPOCHS = 20
 ENOUGH_STEPS = 400  # below it batches are made smaller, down to SMALL_BATCH
 SMALL_BATCH = 2048
+# A language model with rotary positions that starts from random weights first sees windows of a quarter of their length, at least
+# SHORTEST tokens: a lower loss from the same tokens and steps (docs/training.md, Optimizers).
+LENGTH_DOUBLINGS, SHORTEST = 2, 16
 BYTES_A_TOKEN = 3.5  # of a tokenizer with some thousand entries
 PACKED = (".gz", ".parquet")  # files that hold about four times their size
 LADDER = ((6, 384, 6), (4, 256, 4), (4, 192, 3), (4, 128, 2), (3, 96, 2), (2, 64, 2))  # n_layers, d_model, n_heads
@@ -52,8 +55,17 @@ def fit(recipe: Recipe, given: Collection[str], rate: float, n_tokens: float, mi
     often = math.ceil(steps / 10)
     chosen = dict(steps=steps, batch_tokens=batch, evaluate_every=often, checkpoint_every=often)
     chosen["warmup"] = min(t.warmup, often)
+    if _may_start_short(sized):
+        chosen["length_doublings"] = LENGTH_DOUBLINGS
     kept = {name: value for name, value in chosen.items() if f"train.{name}" not in given}
     return replace(sized, train=replace(t, **kept))
+
+
+def _may_start_short(recipe: Recipe) -> bool:
+    """Whether what was measured applies: not to other tasks, positions that are learnt, a preset or a model from a checkpoint."""
+    length = recipe.data.length
+    whole = length % 2**LENGTH_DOUBLINGS == 0 and length >> LENGTH_DOUBLINGS >= SHORTEST
+    return recipe.task == "language" and recipe.model.get("positions") == "rotary" and whole
 
 
 def _sizes(recipe: Recipe, given: Collection[str]) -> list[Recipe]:
@@ -156,6 +168,8 @@ def explain_fit(before: Recipe, after: Recipe, rate: float, n_tokens: float, min
     data = "" if math.isinf(n_tokens) else f" and about {n_tokens:,.0f} tokens of data"
     expected = t.steps * t.batch_tokens * mean_batch(t) * _flops_a_token(after) / rate / SHARE / 60
     shape = f"{config.depth} layers of width {config.d_model}, {t.steps:,} steps of {spell_batch(t)} tokens"
+    if t.length_doublings != before.train.length_doublings:
+        shape += f" in windows of {after.data.length >> t.length_doublings:,} to {after.data.length:,}"
     own = f"the recipe has {guess_config(before).d_model} and {before.train.steps:,}"
     return (
         f"chosen for this machine ({rate / 1e9:,.1f} GFLOP/s in training){data}: {shape}, about {max(1, expected):.0f} min; "

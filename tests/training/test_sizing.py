@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import clearhead as ch
 from clearhead.costs.forecast import cost
 from clearhead.errors import ConfigError
 from clearhead.training import Recipe, find_recipe, sizing
@@ -80,7 +81,7 @@ def test_a_faster_machine_and_more_minutes_train_a_larger_model() -> None:
     widths = [recipe.model["d_model"] for recipe in (slow, fast, long)]
     assert widths == sorted(widths)
     assert len(set(widths)) == 3
-    assert long == shipped  # never more than the recipe
+    assert long == shipped.with_set(["train.length_doublings=2"])  # never more than the recipe
 
 
 def test_little_data_is_not_seen_for_ever() -> None:
@@ -90,7 +91,14 @@ def test_little_data_is_not_seen_for_ever() -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    ["train.steps=1999", "train.batch_tokens=8191", "model.d_model=128", "train.evaluate_every=7", "train.warmup=49"],
+    [
+        "train.steps=1999",
+        "train.batch_tokens=8191",
+        "train.length_doublings=0",
+        "model.d_model=128",
+        "train.evaluate_every=7",
+        "train.warmup=49",
+    ],
 )
 def test_what_the_user_sets_stays(setting: str) -> None:
     name = setting.partition("=")[0]
@@ -121,6 +129,34 @@ def test_why_is_said_and_how_to_ask_for_more() -> None:
     ):
         assert words in text
     assert explain_fit(recipe, recipe, LAPTOP, SHAKESPEARE, MINUTES) == ""
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "wanted"),
+    [
+        ("language", [], 2),
+        ("code", [], 2),
+        ("language", ["data.length=64"], 2),
+        ("language", ["data.length=60"], 0),  # 15 tokens would be too short
+        ("language", ["data.length=250"], 0),  # no quarter of it
+        ("language", ["model.positions=learned"], 0),
+        ("language", ["model.preset=gpt2"], 0),
+        ("mask", [], 0),
+        ("translate", [], 0),
+    ],
+)
+def test_a_new_language_model_starts_with_short_windows(task: str, changes: list[str], wanted: int) -> None:
+    recipe = find_recipe(task).with_set(changes)
+    fitted = fit(recipe, {"data.length"}, LAPTOP, SHAKESPEARE, MINUTES)
+    assert fitted.train.length_doublings == wanted
+    said, length = explain_fit(recipe, fitted, LAPTOP, SHAKESPEARE, MINUTES), recipe.data.length
+    assert (f" tokens in windows of {length // 4} to {length}, about " in said) == (wanted > 0)
+
+
+def test_a_language_model_that_was_trained_goes_on_with_long_windows(tmp_path: Path) -> None:
+    ch.save(ch.build(ch.preset("gpt2", n_layers=1, d_model=8, n_heads=2, vocab_size=31, max_len=64)), tmp_path / "x")
+    recipe = replace(find_recipe("language").with_set(["data.length=64"]), model={"from": str(tmp_path / "x")})
+    assert fit(recipe, (), LAPTOP, SHAKESPEARE, MINUTES).train.length_doublings == 0
 
 
 def test_data_is_counted_by_its_files(tmp_path: Path) -> None:
