@@ -115,6 +115,14 @@ class BlockAllocator:
             self.evictable.pop(block, None)
             self.ref_counts[block] += 1
 
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache: its blocks hold what the model computes no more."""
+        unused = np.array([*self.evictable], np.int32)
+        self.evictable.clear()
+        self.hashes.clear()
+        self.cached.clear()
+        self._push_free(unused)
+
     def cache_prefix(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
         """Enter the full blocks among these, which hold these tokens, in the prefix cache."""
         n = min(len(tokens) // self.block_size, len(blocks)) if self.prefix_cache else 0

@@ -20,6 +20,7 @@ from clearhead.engine.fair_queue import FairQueue
 from clearhead.engine.request import Memory, Reason, Request, Ticket, source_length
 from clearhead.engine.runner import ModelRunner
 from clearhead.engine.sequence import Sequence
+from clearhead.kernels.snapshot import ModelState
 from clearhead.sampling.logits_processors import LogitsProcessor
 
 SPARED = 8  # one part of so many is for clients of which nothing runs
@@ -52,6 +53,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # replaced, never changed: steps in flight hold the old list
         self.names: set[str] = set()  # of all requests that are not done
         self.needs_sweep = False  # whether a ticket is done, or a sequence has all its tokens scheduled
+        self.model_state = ModelState(runner.model) if allocator.prefix_cache else None
+        self.has_looked = False  # whether the model has changed, in this step
 
     @property
     def is_busy(self) -> bool:
@@ -109,7 +112,7 @@ class Scheduler:
         """Move waiting requests to `prefilling`, client by client, as long as blocks and rows suffice."""
         if not self.waiting:
             return
-        n_rows = Counter[str | None]()
+        self.has_looked, n_rows = False, Counter[str | None]()
         for sequence in (*self.running, *self.prefilling):
             n_rows[sequence.ticket.request.client] += sequence.n_rows
         while (found := self._next(n_rows)) is not None:
@@ -140,8 +143,22 @@ class Scheduler:
             spares = client is not None and n_rows[client] > 0
             if spares and (rows_left < self.spared_rows or blocks_left < allocator.n_blocks // SPARED):
                 continue
+            if prefix and self._forget_prefixes():
+                return self._next(n_rows)
             return client, prefix, n
         return None
+
+    def _forget_prefixes(self) -> bool:
+        """Empty the prefix cache if the model was changed or hooked since some of it was computed. Looks once a step."""
+        if self.model_state is None or self.has_looked:
+            return False
+        self.has_looked = True
+        if not self.model_state.has_changed():
+            return False
+        self.allocator.forget_prefixes()
+        for sequence in (*self.running, *self.prefilling):
+            sequence.enters_cache = False
+        return True
 
     def _admit(self, one: Waiting, prefix: list[int], n: int) -> None:
         """Reserve n blocks besides those of the prefix, and queue the request for prefill, where clients take turns, too."""
@@ -200,7 +217,7 @@ class Scheduler:
     def start(self, sequences: list[Sequence]) -> list[int]:
         """Prefilled sequences join the batch. Returns their first rows."""
         for sequence in sequences:
-            if sequence.n_rows == 1:
+            if sequence.n_rows == 1 and sequence.enters_cache:
                 self.allocator.cache_prefix(sequence.prompt, sequence.blocks.tolist())
         firsts = [self.runner.n + at for at in first_rows(sequences)]
         self.runner.add_rows(sequences)
@@ -265,7 +282,7 @@ class Scheduler:
         """Free the blocks in these block tables; full blocks of the first so many tokens enter the prefix cache."""
         held: list[NDArray[np.int32]] = []
         for sequence, tables, length in gone:
-            if sequence.n_rows == 1 and self.allocator.prefix_cache:
+            if sequence.n_rows == 1 and sequence.enters_cache and self.allocator.prefix_cache:
                 tokens = [*sequence.prompt, *sequence.ticket.written][:length]
                 self.allocator.cache_prefix(tokens, tables[0].tolist())
             held += [tables.ravel(), sequence.source_blocks]

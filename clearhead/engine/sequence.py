@@ -37,6 +37,7 @@ class Sequence:
         self.source_blocks: BlockIds = np.zeros(0, np.int32)
         self.n_source = source_length(request.source)
         self.n_prefilled = 0  # tokens of the prompt
+        self.enters_cache = True  # whether others may read its blocks; not if the model changed meanwhile
         self.n_scheduled = 0  # new tokens asked of the model; the ticket holds those that have arrived
         self.constraints: list[Constraint | None] = []  # one for each row; None for a beam with a score of -inf
         if request.grammar is not None:

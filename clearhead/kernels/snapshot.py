@@ -5,6 +5,7 @@ A kernel that was given the addresses of weights asks this before each use. It t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from operator import is_
 from typing import Any
@@ -76,6 +77,42 @@ class Snapshot:
             self.hooked = bool(_has_any_global_hook()) or any(map(len, self.hooks))
             self.hook_id = -1 if self.hooked else RemovableHandle.next_id
         return self.hooked
+
+
+class ModelState:
+    """Whether a model computes what it did when it was last asked: for results that are kept, such as keys and values.
+
+    Here numbers written into a tensor count too, as does any hook that came or went, on whatever module. It keeps no tensor alive.
+    What is written through `.data` has no version, and is not seen.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.tensors, self.hooks = _tensors_and_hooks(model)
+
+    def has_changed(self) -> bool:
+        """Since the last call."""
+        tensors, hooks = _tensors_and_hooks(self.model)
+        is_same = hooks == self.hooks and len(tensors) == len(self.tensors)
+        is_same = is_same and all(
+            a() is b() and seen == now for (a, *seen), (b, *now) in zip(tensors, self.tensors, strict=True)
+        )
+        self.tensors, self.hooks = tensors, hooks
+        return not is_same
+
+
+def _tensors_and_hooks(model: nn.Module) -> tuple[list[tuple[Any, int, int]], list[int]]:
+    """Each tensor with its version and its place in memory; and the hooks that there are, after how many ever were."""
+    tensors, hooks = list[tuple[Any, int, int]](), [RemovableHandle.next_id, int(bool(_has_any_global_hook()))]
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):  # pyright: ignore[reportPrivateUsage]
+            for tensor in held.values():
+                if tensor is not None:
+                    version = 0 if tensor.is_inference() else tensor._version
+                    tensors.append((weakref.ref(tensor), version, tensor.data_ptr()))
+        for held in (module._forward_hooks, module._forward_pre_hooks):  # pyright: ignore[reportPrivateUsage]
+            hooks += held
+    return tensors, hooks
 
 
 def _get(entry: tuple[dict[str, Any], str]) -> Any:

@@ -138,18 +138,14 @@ class Beams:
     def extend(
         self, values: Float[np.ndarray, "B K k"], ids: Int[np.ndarray, "B K k"]
     ) -> tuple[Int[np.ndarray, "B K"], Int[np.ndarray, "B K"]]:
-        """One step with these candidates: each new beam's token, and its parent, the beam of its request that it extends.
-
-        A search in which a beam's candidates are NaN is over, and without texts: nobody knows what it would have found.
-        """
-        is_broken = self.is_open & (np.isnan(values).any(2) & (self.scores > -math.inf)).any(1)
+        """One step with these candidates: each new beam's token, and its parent, the beam of its request that it extends."""
+        is_broken = (np.isnan(values).any(2) & (self.scores > -math.inf)).any(1)
         totals = (values + self.scores[..., None]).reshape(len(values), -1)
+        totals[np.isnan(totals)] = -math.inf  # after a beam that is not there
+        totals[is_broken] = math.nan
         at = np.argsort(-totals, axis=1, kind="stable")[:, : self.params.n_candidates]
         tokens = np.take_along_axis(ids.reshape(len(ids), -1), at, 1)
-        chosen = self.advance(slice(None), np.take_along_axis(totals, at, 1), tokens, at // values.shape[2])
-        for row in np.flatnonzero(is_broken).tolist():
-            self.is_open[row], self.finished[row] = False, []
-        return chosen
+        return self.advance(slice(None), np.take_along_axis(totals, at, 1), tokens, at // values.shape[2])
 
     def advance(
         self,
@@ -158,7 +154,10 @@ class Beams:
         tokens: Int[np.ndarray, "b n"],
         parents: Int[np.ndarray, "b n"],
     ) -> tuple[Int[np.ndarray, "b K"], Int[np.ndarray, "b K"]]:
-        """`extend` for some requests, from the best candidates of all their beams, best first."""
+        """`extend` for some requests, from the best candidates of all their beams, best first.
+
+        Scores of NaN: a beam's logits are NaN. The search is over, and without texts: nobody knows what it would have found.
+        """
         K, steps, limits = self.params.beams, self.steps[rows], self.limits[rows]
         length, is_open, ends = steps + 1, self.is_open[rows], self.params.processor.ends
         is_end = np.broadcast_to((limits <= length)[:, None], scores.shape)
@@ -177,6 +176,10 @@ class Beams:
             kept = np.argsort(is_end, axis=1, kind="stable")[:, :K]
             left = np.where(is_end, -math.inf, scores)
         after = np.take_along_axis(left, kept, 1).astype(self.scores.dtype)
+        is_broken = np.isnan(scores[:, 0])
+        after[is_broken] = -math.inf
+        for row in numbers[is_broken & is_open].tolist():
+            self.finished[row] = []
         if self.is_traced:
             self._trace(numbers, scores, tokens, parents, finished, kept, after)
         tokens, parents = np.take_along_axis(tokens, kept, 1), np.take_along_axis(parents, kept, 1)
@@ -214,7 +217,7 @@ class Beams:
         """Record this step's candidates, and the fate of each."""
         for row, number in enumerate(numbers.tolist()):
             trace = self.traces[number]
-            if trace is not None and self.is_open[number]:
+            if trace is not None and self.is_open[number] and not math.isnan(scores[row, 0]):
                 beams = {at: beam for beam, at in enumerate(kept[row].tolist()) if after[row, beam] > -math.inf}
                 each = zip(*(t[row].tolist() for t in (tokens, parents, scores, finished)), strict=True)
                 trace.append(
@@ -267,14 +270,17 @@ def extend_on_device(
     """
     K, n = scores.shape[1], values.shape[2]
     totals = (values + scores[..., None]).flatten(1)
-    # NaN is sorted last, as numpy does.
+    # After a beam that is not there, NaN is sorted last; elsewhere it ends the search.
+    is_broken = (values.isnan().any(2) & (scores > -math.inf)).any(1)[:, None]
     best, at = totals.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).sort(
         dim=1, descending=True, stable=True
     )
     best, at = best[:, :n], at[:, :n]
     tokens, parents = ids.flatten(1).gather(1, at), at // n
     bits = torch.int64 if best.dtype == torch.float64 else torch.int32
-    candidates = torch.stack([best.contiguous().view(bits), tokens.to(bits), parents.to(bits)])
+    told = best.masked_fill(is_broken, math.nan)
+    candidates = torch.stack([told.view(bits), tokens.to(bits), parents.to(bits)])
+    best = best.masked_fill(is_broken, -math.inf)
     if not ends:
         return best[:, :K], tokens[:, :K], parents[:, :K], candidates
     is_end = tokens == ends[0]

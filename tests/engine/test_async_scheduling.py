@@ -161,11 +161,11 @@ def test_beams_on_the_device_as_in_numpy(ends: tuple[int, ...]) -> None:
     processor = LogitsProcessor(model_of("llama"), list(ends), Strategy())
     params = BeamSearchParams(K, 1.0, False, processor)
     n = params.n_candidates
-    beams = Beams(params, [[1]] * B, [9] * B, torch.float32, [None] * B)
+    beams, device = (Beams(params, [[1]] * B, [9] * B, torch.float32, [None] * B) for _ in range(2))
     generator = torch.Generator().manual_seed(1)
     for _ in range(6):
         logits = torch.randint(-2, 3, (B * K, V), generator=generator).float()
-        logits[4] = torch.nan
+        logits[4] = torch.nan  # of a beam that is there after the first step
         values, at = logits.log_softmax(-1).topk(n)
         values, at = values.unflatten(0, (B, K)), at.unflatten(0, (B, K))
         before = torch.from_numpy(beams.scores.copy())
@@ -176,6 +176,11 @@ def test_beams_on_the_device_as_in_numpy(ends: tuple[int, ...]) -> None:
         for found, wanted in zip((tokens, parents), expected, strict=True):
             assert torch.equal(found[lives], torch.from_numpy(wanted)[lives])
         assert candidates.shape == (3, B, n)
+        device.advance(slice(None), candidates[0].view(torch.float32).numpy(), *candidates[1:].numpy())
+        assert device.scores.tolist() == beams.scores.tolist()
+        assert (device.finished, device.is_open.tolist()) == (beams.finished, beams.is_open.tolist())
+    assert not beams.is_open[1]
+    assert beams.finished[1] == []
 
 
 def test_sizes() -> None:

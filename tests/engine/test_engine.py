@@ -6,7 +6,7 @@ import copy
 import functools
 import math
 import random
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from clearhead.engine.processor_cache import ProcessorCache
 from clearhead.engine.runner import ModelRunner
 from clearhead.errors import InputError
 from clearhead.generation import Engine, Grammar, Hypothesis, Request, Strategy, Ticket, Token, generate, stream
+from clearhead.inside import intervene, zero
 from clearhead.inside.evaluation_mode import eval_mode
 from clearhead.sampling.logits_processors import LogitsProcessor
 from tests.generation.models import ENDS
@@ -387,6 +388,45 @@ def test_the_least_recently_used_is_evicted() -> None:
     assert cached(4, 50) == 0  # five free ones are gone but one: three more, of 2's and 0's
     assert [len(engine.allocator.find_prefix(text(seed, 33))) for seed in (0, 2)] == [1, 0]
     assert cached(0) == 16
+    assert_nothing_left(engine)
+
+
+@pytest.mark.parametrize("kind", ["numbers", "weight", "hook", "hook before"])
+def test_a_changed_model_computes_prefixes_anew(kind: str) -> None:
+    """Numbers written into a weight, another weight, a hook that comes and goes: what was computed before is not read any more."""
+    model = copy.deepcopy(model_of("llama"))
+    engine, request = Engine(model, max_tokens=400), ask(text(0, 37), scored=True)
+
+    def scores() -> tuple[list[float], int]:
+        ticket = engine.submit(request)
+        while not ticket.is_done:
+            engine.step()
+        assert ticket.scores == pytest.approx(alone(model, request).scores, abs=1e-5)
+        return ticket.scores, ticket.n_cached
+
+    off: Any = nullcontext() if kind != "hook before" else intervene(model, zero("blocks.0.attention.out"))
+    running = engine.submit(ask(text(1, 37), 45))  # what it computes is of two models
+    with off:
+        engine.step()
+        first, _ = scores()
+        scores()  # after a hook came, nothing is taken for known at first
+        assert scores()[1] == 32
+    weight: Any = model.blocks[0].attention.o_proj.weight
+    with torch.no_grad():
+        if kind == "numbers":
+            weight.mul_(0.5)
+        elif kind == "weight":
+            model.blocks[0].attention.o_proj.weight = torch.nn.Parameter(weight * 0.5)
+    with intervene(model, zero("blocks.0.attention.out")) if kind == "hook" else nullcontext():
+        second, n_cached = scores()
+        assert second != pytest.approx(first, abs=1e-4)
+        assert (n_cached, scores()[1]) == (0, 32)
+    assert scores()[1] == (0 if kind == "hook" else 32)
+    assert not running.is_done
+    engine.run()
+    again = engine.submit(ask(text(1, 37), 18))
+    engine.run()
+    assert again.ids == alone(model, again.request).ids
     assert_nothing_left(engine)
 
 
