@@ -80,7 +80,7 @@ def plain(rule: Any) -> Any:
 
 
 def sentencepiece(core: dict[str, Any]) -> dict[str, Any]:
-    normal = core["normalizer"] or {"type": "Sequence", "normalizers": []}
+    normal: dict[str, Any] = core["normalizer"] or {"type": "Sequence", "normalizers": []}
     for step in normal["normalizers"] if normal["type"] == "Sequence" else [normal]:
         # llama.cpp marks spaces, and changes no other letter of a text (NFKC, lower case).
         if step["type"] != "Prepend" and not (step["type"] == "Replace" and step["pattern"] == {"String": " "}):

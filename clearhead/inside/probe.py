@@ -94,8 +94,7 @@ class Seen:
     def heads_at(self, site: str) -> tuple[int, ...]:
         """The heads that were kept of a site, at k and v key heads; () where it has none."""
         given = self.attention.get(site.rpartition(".")[0])
-        is_map = given is not None and site not in self.tensors
-        return given.heads if is_map else self.heads.get(site, ())
+        return self.heads.get(site, ()) if site in self.tensors or given is None else given.heads
 
     def __getitem__(self, site: str) -> Tensor:
         return self.rows(site)
