@@ -42,6 +42,7 @@ def assign_weights(model: Model, pairings: Sequence[Pairing], weights: Weights, 
             weights.read_into(pairing.key, targets[names[0]])
         else:
             _copy(match.from_file(weights.read(pairing.key)), [targets[name] for name in names])
+        _check_numbers(pairing.key, weights, [targets[name] for name in names])
         if isinstance(weights, MappedWeights):
             weights.release(pairing.key)
 
@@ -49,6 +50,23 @@ def assign_weights(model: Model, pairings: Sequence[Pairing], weights: Weights, 
     with ThreadPoolExecutor(_n_threads() if on_cpu else 1) as pool:
         for _ in pool.map(read, left):
             pass
+
+
+def _check_numbers(key: str, weights: Weights, read: Sequence[Tensor]) -> None:
+    """Refuse whole numbers, and numbers that have become infinite in float16 (`clearhead check` names those that the file has)."""
+    dtype = weights.dtypes[key]
+    if not dtype.is_floating_point:
+        raise CheckpointError(
+            f"{key!r} holds whole numbers ({dtype}): quantised weights, without scales; load the model they were made from"
+        )
+    if read[0].dtype != torch.float16 or dtype == torch.float16 or all(bool(x.isfinite().all()) for x in read):
+        return
+    stored = weights.read(key)
+    if bool(stored.isfinite().all()):
+        raise CheckpointError(
+            f"{key!r} has numbers up to {float(stored.abs().max()):.3g}, and float16 ends at 65,504; load with "
+            f"dtype=torch.bfloat16 or torch.float32"
+        )
 
 
 def _advise(model: Model, weights: Weights, *, on_cpu: bool) -> str:

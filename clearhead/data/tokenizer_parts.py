@@ -201,8 +201,8 @@ def check_named(core: tokenizers.Tokenizer, folder: Path) -> None:
     config = read_json(folder / "tokenizer_config.json")
     named = {**read_json(folder / "special_tokens_map.json"), **config}
     for field in ("additional_special_tokens", "extra_special_tokens"):
-        tokens: Any = named.get(field)
-        for token in map(_content, tokens if isinstance(tokens, list) else ()):
+        tokens: Any = named.get(field) or ()
+        for token in map(_content, tokens.values() if isinstance(tokens, dict) else tokens):
             if token is not None and core.token_to_id(token) is None:
                 raise CheckpointError(
                     f"{field} beside tokenizer.json names {token!r}, which tokenizer.json does not have: a text with it would be "

@@ -94,7 +94,7 @@ class Seen:
     def heads_at(self, site: str) -> tuple[int, ...]:
         """The heads that were kept of a site, at k and v key heads; () where it has none."""
         given = self.attention.get(site.rpartition(".")[0])
-        return self.heads.get(site, ()) if given is None or site in self.tensors else given.heads
+        return self.heads.get(site, ()) if site in self.tensors or given is None else given.heads
 
     def __getitem__(self, site: str) -> Tensor:
         return self.rows(site)

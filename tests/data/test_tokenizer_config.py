@@ -133,6 +133,7 @@ def test_tokens_that_only_the_config_lists(
         (dict(added_tokens_decoder={"300": NEW}), r"'<\|new\|>' is listed at 300 but belongs at 256"),
         (dict(additional_special_tokens=["<|new|>"]), r"names '<\|new\|>', which tokenizer.json does not have"),
         (dict(extra_special_tokens=[NEW]), r"extra_special_tokens .* names '<\|new\|>'"),
+        (dict(extra_special_tokens={"image_token": "<|new|>"}), r"extra_special_tokens .* names '<\|new\|>'"),
         (dict(split_special_tokens=True), "split_special_tokens=true"),
     ],
     ids=str,

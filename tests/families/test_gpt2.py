@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GPT2Model
 
 import clearhead as ch
@@ -225,6 +226,31 @@ def test_no_generation_defaults_stay_none(tmp_path: Path, name: str) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).generation_config
     assert (theirs.bos_token_id, theirs.eos_token_id) == (None, None)
     assert load(tmp_path).generation == Generation()
+
+
+def test_numbers_that_float16_can_not_hold_are_refused(tmp_path: Path) -> None:
+    """They would be infinite. Those that the file itself has infinite are loaded, for `clearhead check` to name."""
+    theirs = gpt2()
+    with torch.no_grad():
+        theirs.transformer.h[0].mlp.c_fc.weight[0, 0] = 1e6
+    load(saved(theirs, tmp_path), dtype=torch.bfloat16)
+    with pytest.raises(
+        ch.CheckpointError, match=r"mlp.c_fc.weight' has numbers up to 1e\+06, and float16 ends at 65,504"
+    ):
+        load(tmp_path, dtype=torch.float16)
+    with torch.no_grad():
+        theirs.transformer.h[0].mlp.c_fc.weight[0, 0] = torch.inf
+    load(saved(theirs, tmp_path), dtype=torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool])
+def test_weights_of_whole_numbers_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Quantised weights without their scales have the right names and shapes."""
+    folder = saved(gpt2(), tmp_path)
+    state = load_file(folder / "model.safetensors")
+    name = "transformer.h.0.mlp.c_fc.weight"
+    save_file({**state, name: (100 * state[name]).to(dtype)}, folder / "model.safetensors")
+    assert f"'{name}' holds whole numbers ({dtype})" in refusal(folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
