@@ -54,11 +54,11 @@ def track(items: Iterable[T], title: str, total: int, *, printing: bool = False)
 
 
 @contextmanager
-def progress_bar(title: str, total: int) -> Generator[Callable[[], None]]:
-    """A function that moves a progress bar by one. The bar is on stderr, if that is a terminal."""
+def progress_bar(title: str, total: int) -> Generator[Callable[..., None]]:
+    """A function that moves a progress bar by one, or by its argument. The bar is on stderr, if that is a terminal."""
     with _stderr_bar() as bar:
         task = bar.add_task(title, total=total)
-        yield lambda: bar.advance(task)
+        yield lambda steps=1: bar.advance(task, steps)
 
 
 def _stderr_bar(*, hidden: bool = False) -> Progress:

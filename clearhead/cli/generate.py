@@ -109,7 +109,7 @@ def run(
     options: dict[str, Any] = dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     options |= dict(repetition_penalty=repetition_penalty, presence_penalty=presence_penalty)
     options |= dict(frequency_penalty=frequency_penalty, no_repeat_ngram=no_repeat_ngram, min_new_tokens=min_new_tokens)
-    check_sampling(options)  # before a model is loaded
+    check_sampling(options, max_new_tokens)  # before a model is loaded
     options |= dict(max_new_tokens=max_new_tokens, seed=seed, truncate=truncate, lookup=lookup)
     options |= dict(scored=scores or alternatives > 0, alternatives=alternatives)
     constraints = dict(regex=regex, json_schema=schema, choices=choice)
@@ -134,10 +134,14 @@ def refuse_beside_slide(**others: Any) -> None:
             )
 
 
-def check_sampling(options: dict[str, Any]) -> None:
+def check_sampling(options: dict[str, Any], max_new_tokens: int | None) -> None:
     """Refuse wrong sampling options."""
     from clearhead.generation import Strategy
 
+    if max_new_tokens is not None and options["min_new_tokens"] > max_new_tokens:
+        raise InputError(
+            f"--min-new-tokens {options['min_new_tokens']} is more than --max-new-tokens {max_new_tokens}; change one of them"
+        )
     Strategy.of(options)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from clearhead.cli.arguments import Beams, Device, ModelName, check_output, find_device, find_model, open_binary
+from clearhead.cli.console import progress_bar
 from clearhead.errors import InputError
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def run(
     check_output("--out", out)
     if words and format == "txt":
         raise InputError("--words are times of words, and txt has no times; got --format txt; take srt, vtt or json")
-    from clearhead.data.audio import load_audio
+    from clearhead.data.audio import HOP, load_audio
     from clearhead.generation import Engine
     from clearhead.generation.scribe import Scribe, find_tokenizer
     from clearhead.generation.transcript_formats import FORMATS, as_dict
@@ -66,7 +67,8 @@ def run(
         say_heads(whisper, path)
     options = Options(beams=beams, words=words, prompt=prompt, condition=condition)
     engine = Engine(whisper, max_tokens=max_tokens(config, options), max_rows=max(beams, options.best_of))
-    found = run_local(engine, transcribe(scribe, sound, options))
+    with progress_bar("transcribing", len(sound) // HOP) as advance:
+        found = run_local(engine, transcribe(scribe, sound, options, advance))
     if format == "json":
         text = json.dumps(as_dict(found, words=words), ensure_ascii=False, indent=2)
     else:

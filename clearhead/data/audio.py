@@ -31,10 +31,8 @@ MAX_UPLOAD_SECONDS = 1800  # of a file that a stranger may send
 ZEROS, BETA, ROLLOFF = 64, 9.0, 0.96
 
 
-def load_audio(
-    source: str | Path | BytesIO, rate: int = RATE, *, max_seconds: int | None = None
-) -> Float[Tensor, " n"]:
-    """A sound file (wav, flac, ogg, mp3) as numbers from -1 to 1: channels averaged, resampled to `rate`.
+def load_audio(source: str | Path | BytesIO, *, max_seconds: int | None = None) -> Float[Tensor, " n"]:
+    """A sound file (wav, flac, ogg, mp3) as numbers from -1 to 1: channels averaged, resampled to RATE.
 
     A file of another rate than RATES, or longer than `max_seconds`, is refused: a few bytes may claim, or hold, hours of silence.
     Without `max_seconds`, the limit is MAX_SECONDS, and MAX_UPLOAD_SECONDS for bytes in memory.
@@ -65,7 +63,7 @@ def load_audio(
     sound = torch.from_numpy(np.concatenate([*blocks, np.zeros(0, np.float32)]))
     if len(sound) == 0:
         raise InputError(f"{name} holds no sound: 0 samples; record or convert it again")
-    return resample(sound, source_rate, rate)
+    return resample(sound, source_rate, RATE)
 
 
 def _check_header(name: object, rate: int, n_samples: int, max_seconds: int) -> None:
@@ -151,16 +149,16 @@ def _scale(logs: Float[Tensor, "m frames"]) -> Float[Tensor, "m frames"]:
     return (torch.maximum(logs, logs.max() - 8.0) + 4.0) / 4.0
 
 
-def mel_filters(n_mels: int, rate: int = RATE, n_fft: int = N_FFT) -> Float[Tensor, "m bins"]:
+def mel_filters(n_mels: int) -> Float[Tensor, "m bins"]:
     """Triangular filters over the spectrum, evenly spaced on Slaney's mel scale, all of the same area.
 
     The scale is linear up to 1,000 Hz (15 mel) and logarithmic above: 27 mel are a factor of 6.4.
     """
     step = math.log(6.4) / 27
-    top = 15 + math.log(rate / 2 / 1000) / step
+    top = 15 + math.log(RATE / 2 / 1000) / step
     mels = torch.linspace(0, top, n_mels + 2, dtype=torch.float64)
     edges = torch.where(mels < 15, mels * 200 / 3, 1000 * torch.exp(step * (mels - 15)))
-    bins = torch.linspace(0, rate / 2, n_fft // 2 + 1, dtype=torch.float64)
+    bins = torch.linspace(0, RATE / 2, N_FFT // 2 + 1, dtype=torch.float64)
     low, middle, high = edges[:-2, None], edges[1:-1, None], edges[2:, None]
     rise, fall = (bins - low) / (middle - low), (high - bins) / (high - middle)
     return (torch.minimum(rise, fall).clamp(min=0) * 2 / (high - low)).float()

@@ -70,18 +70,17 @@ def prepare_images(
 def prepare_arrays(
     folder: Folder,
     pictures: UInt8[np.ndarray, "n c h w"],
-    picture_labels: Sequence[str],
-    labels: Sequence[str] | None = None,
+    labels: Sequence[str],
 ) -> Store:
     """The store that `prepare_images` makes, from images in memory."""
-    if len(pictures) != len(picture_labels):
-        raise InputError(f"{len(pictures)} pictures have {len(picture_labels)} labels; give one label for each")
+    if len(pictures) != len(labels):
+        raise InputError(f"{len(pictures)} pictures have {len(labels)} labels; give one label for each")
     content = hashlib.sha256(pictures.tobytes()).hexdigest()
-    preparation = Preparation(folder, [], None, None, ["arrays", pictures.shape, content, list(picture_labels), labels])
+    preparation = Preparation(folder, [], None, None, ["arrays", pictures.shape, content, list(labels)])
     if preparation.is_done():
         return Store(folder)
-    names = Labels(labels)
-    for number, label in enumerate(picture_labels):
+    names = Labels(None)
+    for number, label in enumerate(labels):
         names.add(label, f"picture {number}")
     found, indices = names.number()
     shapes = {"picture": pictures.shape[1:], "label": ()}

@@ -14,16 +14,17 @@ from clearhead.errors import CheckpointError
 from clearhead.families.allowed_fields import fields, refuse
 from clearhead.families.config_translation import (
     BERT_SIZES,
+    FieldRow,
     NameRow,
     activation,
     both,
     labels,
+    names_of,
     pooling,
-    read_bert_sizes,
+    read_fields,
     refuse_to_write,
-    take,
     write_activation,
-    write_bert_sizes,
+    write_fields,
     write_labels,
     write_pooling,
 )
@@ -58,8 +59,14 @@ EXTRAS: tuple[str, ...] = (
     *("*pooler.dense.*", "cls.seq_relationship.*", "cls.predictions.bias"),
     *("cls.species.*", "cls.chain.*", "cls.graft.*"),  # AntiBERTy's heads beside the one for residues
 )
-FIELDS = BERT_SIZES | fields(
-    "vocab_size max_position_embeddings type_vocab_size hidden_act modules",
+CONFIG: list[FieldRow] = [
+    *BERT_SIZES,
+    ("vocab_size", "vocab_size"),
+    ("max_position_embeddings", "max_len"),
+    ("type_vocab_size", "n_segments", 2),
+]
+FIELDS = names_of(CONFIG) | fields(
+    "hidden_act modules",
     # Of TensorFlow's files; no model reads them.
     "directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type",
 )
@@ -68,10 +75,7 @@ FIELDS = BERT_SIZES | fields(
 def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
     refuse(theirs, FIELDS, position_embedding_type=(None, "absolute"), is_causal=(None, False))
     return dict(
-        **read_bert_sizes(theirs),
-        vocab_size=take(theirs, "vocab_size"),
-        max_len=take(theirs, "max_position_embeddings"),
-        n_segments=take(theirs, "type_vocab_size", 2),
+        **read_fields(theirs, CONFIG),
         feedforward=activation(theirs, "hidden_act", "gelu"),
         **_read_head(theirs, keys),
     )
@@ -114,10 +118,7 @@ def write(config: Config) -> dict[str, Any]:
     return dict(
         model_type="bert",
         architectures=[kind],
-        **write_bert_sizes(config),
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_len,
-        type_vocab_size=config.n_segments,
+        **write_fields(config, CONFIG),
         hidden_act=write_activation(config),
         tie_word_embeddings=config.tie_embeddings or config.head != "tokens",
         **write_labels(config),

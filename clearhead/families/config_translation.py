@@ -5,13 +5,15 @@ Each `read` begins with `refuse` (allowed_fields.py): a field that is not suppor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from clearhead.config import Config
 from clearhead.errors import CheckpointError, did_you_mean
 from clearhead.families.allowed_fields import fields
 
+# A row of a table of config fields, read both ways: theirs, ours, and the value where the file has none (else it must).
+FieldRow = tuple[str, str] | tuple[str, str, Any]
 # A row of a table of tensor names: theirs, ours, and optionally the layout (see checkpoint/tensor_names.py).
 NameRow = tuple[str, str | tuple[str, ...]] | tuple[str, str | tuple[str, ...], str]
 
@@ -60,71 +62,61 @@ def take_layers(theirs: Mapping[str, Any], field: str, default: int | None = Non
     return layers
 
 
-BERT_SIZES = fields(
-    "hidden_size num_hidden_layers num_attention_heads intermediate_size layer_norm_eps hidden_dropout_prob",
-    "attention_probs_dropout_prob",
+def read_fields(theirs: Mapping[str, Any], table: Sequence[FieldRow]) -> dict[str, Any]:
+    """Our fields, from theirs."""
+    return {row[1]: take(theirs, row[0], *row[2:]) for row in table}
+
+
+def write_fields(config: Config, table: Sequence[FieldRow]) -> dict[str, Any]:
+    """Their fields, from ours."""
+    return {row[0]: getattr(config, row[1]) for row in table}
+
+
+def names_of(table: Sequence[FieldRow]) -> frozenset[str]:
+    """The names of their fields."""
+    return frozenset(row[0] for row in table)
+
+
+BERT_SIZES: list[FieldRow] = [  # also those of ESM and ViT
+    ("hidden_size", "d_model"),
+    ("num_hidden_layers", "n_layers"),
+    ("num_attention_heads", "n_heads"),
+    ("intermediate_size", "d_ff"),
+    ("layer_norm_eps", "norm_eps", 1e-12),
+    ("hidden_dropout_prob", "dropout", 0.0),
+    ("attention_probs_dropout_prob", "attention_dropout", 0.0),
+]
+
+BART_SIZES: list[FieldRow] = [  # of Marian and Whisper, both descendants of BART
+    ("d_model", "d_model"),
+    ("encoder_layers", "n_layers"),
+    ("decoder_layers", "n_decoder_layers"),
+    ("dropout", "dropout", 0.0),
+    ("attention_dropout", "attention_dropout", 0.0),
+    ("tie_word_embeddings", "tie_embeddings", True),
+]
+BART_FIELDS = names_of(BART_SIZES) | fields(
+    "encoder_attention_heads decoder_attention_heads encoder_ffn_dim decoder_ffn_dim activation_function",
+    "activation_dropout encoder_layerdrop decoder_layerdrop num_hidden_layers",
 )
 
 
-def read_bert_sizes(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that BERT, ESM and ViT have in common."""
+def read_bart(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    take_layers(theirs, "decoder_layers")
     return dict(
-        d_model=take(theirs, "hidden_size"),
-        n_layers=take(theirs, "num_hidden_layers"),
-        n_heads=take(theirs, "num_attention_heads"),
-        d_ff=take(theirs, "intermediate_size"),
-        norm_eps=take(theirs, "layer_norm_eps", 1e-12),
-        dropout=take(theirs, "hidden_dropout_prob", 0.0),
-        attention_dropout=take(theirs, "attention_probs_dropout_prob", 0.0),
-    )
-
-
-def write_bert_sizes(config: Config) -> dict[str, Any]:
-    return dict(
-        hidden_size=config.d_model,
-        num_hidden_layers=config.n_layers,
-        num_attention_heads=config.n_heads,
-        intermediate_size=config.d_ff,
-        layer_norm_eps=config.norm_eps,
-        hidden_dropout_prob=config.dropout,
-        attention_probs_dropout_prob=config.attention_dropout,
-    )
-
-
-BART_SIZES = fields(
-    "d_model encoder_layers decoder_layers encoder_attention_heads decoder_attention_heads encoder_ffn_dim decoder_ffn_dim",
-    "activation_function dropout attention_dropout activation_dropout encoder_layerdrop decoder_layerdrop num_hidden_layers",
-)
-
-
-def read_bart_sizes(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that Marian and Whisper have in common, both descendants of BART."""
-    return dict(
-        d_model=take(theirs, "d_model"),
-        n_layers=take(theirs, "encoder_layers"),
-        n_decoder_layers=take_layers(theirs, "decoder_layers"),
+        **read_fields(theirs, BART_SIZES),
         n_heads=same(theirs, "encoder_attention_heads", "decoder_attention_heads"),
         d_ff=same(theirs, "encoder_ffn_dim", "decoder_ffn_dim"),
         feedforward=activation(theirs, "activation_function"),
-        dropout=take(theirs, "dropout", 0.0),
-        attention_dropout=take(theirs, "attention_dropout", 0.0),
-        tie_embeddings=theirs.get("tie_word_embeddings", True),
     )
 
 
-def write_bart_sizes(config: Config) -> dict[str, Any]:
+def write_bart(config: Config) -> dict[str, Any]:
     return dict(
-        d_model=config.d_model,
-        encoder_layers=config.n_layers,
-        decoder_layers=config.n_decoder_layers,
-        encoder_attention_heads=config.n_heads,
-        decoder_attention_heads=config.n_heads,
-        encoder_ffn_dim=config.d_ff,
-        decoder_ffn_dim=config.d_ff,
+        **write_fields(config, BART_SIZES),
+        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), config.n_heads),
+        **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), config.d_ff),
         activation_function=write_activation(config),
-        dropout=config.dropout,
-        attention_dropout=config.attention_dropout,
-        tie_word_embeddings=config.tie_embeddings,
         is_encoder_decoder=True,
     )
 

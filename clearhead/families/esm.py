@@ -16,14 +16,16 @@ from clearhead.families.allowed_fields import fields, refuse
 from clearhead.families.bert import norm
 from clearhead.families.config_translation import (
     BERT_SIZES,
+    FieldRow,
     Keys,
     NameRow,
     both,
     labels,
-    read_bert_sizes,
+    names_of,
+    read_fields,
     refuse_to_write,
     take,
-    write_bert_sizes,
+    write_fields,
     write_labels,
 )
 
@@ -57,9 +59,14 @@ UNUSED: tuple[str, ...] = (
     "*rotary_embeddings.inv_freq",  # computed from `rotary_base` and `rotary_precision`
 )
 EXTRAS: tuple[str, ...] = ("*contact_head.*",)
-FIELDS = BERT_SIZES | fields(
-    "vocab_size max_position_embeddings rope_theta emb_layer_norm_before token_dropout mask_token_id vocab_list"
-)
+CONFIG: list[FieldRow] = [
+    *BERT_SIZES,
+    ("vocab_size", "vocab_size"),
+    ("max_position_embeddings", "max_len", 1026),
+    ("rope_theta", "rotary_base", 10_000.0),
+    ("emb_layer_norm_before", "embedding_norm", False),
+]
+FIELDS = names_of(CONFIG) | fields("token_dropout mask_token_id vocab_list")
 
 
 def read(theirs: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
@@ -71,15 +78,12 @@ def read(theirs: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
         is_causal=(None, False),
     )
     take(theirs, "position_embedding_type")  # without the field, positions are absolute: ESM-1b
-    sizes, base = read_bert_sizes(theirs), take(theirs, "rope_theta", 10_000.0)
+    found = read_fields(theirs, CONFIG)
+    d_head = found["d_model"] // found["n_heads"]
     return dict(
-        **sizes,
-        vocab_size=take(theirs, "vocab_size"),
-        max_len=take(theirs, "max_position_embeddings", 1026),
-        embedding_norm=theirs.get("emb_layer_norm_before") or False,
+        **found,
         dropped_token=take(theirs, "mask_token_id") if theirs.get("token_dropout") else -1,
-        rotary_base=base,
-        rotary_precision=_read_precision(keys, d_head=sizes["d_model"] // sizes["n_heads"], base=base),
+        rotary_precision=_read_precision(keys, d_head=d_head, base=found["rotary_base"]),
         **_read_head(theirs, keys),
     )
 
@@ -131,12 +135,8 @@ def write(config: Config) -> dict[str, Any]:
     return dict(
         model_type="esm",
         architectures=[kind],
-        **write_bert_sizes(config),
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_len,
+        **write_fields(config, CONFIG),
         position_embedding_type="rotary",
-        rope_theta=config.rotary_base,
-        emb_layer_norm_before=config.embedding_norm,
         token_dropout=config.dropped_token >= 0,
         mask_token_id=config.dropped_token if config.dropped_token >= 0 else None,
         pad_token_id=1,  # transformers needs one; the checkpoint's own id replaces it

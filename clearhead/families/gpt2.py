@@ -12,12 +12,15 @@ from typing import Any
 from clearhead.config import Config
 from clearhead.families.allowed_fields import fields, refuse
 from clearhead.families.config_translation import (
+    FieldRow,
     NameRow,
     activation,
     both,
+    names_of,
+    read_fields,
     refuse_to_write,
-    take,
     write_activation,
+    write_fields,
 )
 
 BASE: dict[str, Any] = dict(
@@ -52,9 +55,20 @@ PREFIX = "transformer."
 HEADS = ("lm_head.",)
 UNUSED = ("*.attn.bias", "*.attn.masked_bias")
 EXTRAS = ()
-FIELDS = fields(
-    "n_embd n_layer n_head n_inner n_positions n_ctx vocab_size activation_function layer_norm_epsilon",
-    "resid_pdrop attn_pdrop embd_pdrop",
+CONFIG: list[FieldRow] = [
+    ("n_embd", "d_model"),
+    ("n_layer", "n_layers"),
+    ("n_head", "n_heads"),
+    ("n_inner", "d_ff", 0),
+    ("vocab_size", "vocab_size"),
+    ("n_positions", "max_len"),
+    ("layer_norm_epsilon", "norm_eps", 1e-5),
+    ("resid_pdrop", "dropout", 0.0),
+    ("attn_pdrop", "attention_dropout", 0.0),
+    ("tie_word_embeddings", "tie_embeddings", True),
+]
+FIELDS = names_of(CONFIG) | fields(
+    "n_ctx activation_function embd_pdrop",
     # Another task's head; old names; float32 in attention, which changes rounding only.
     "summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout",
     "n_special predict_special_tokens reorder_and_upcast_attn",
@@ -68,19 +82,7 @@ def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
         scale_attn_by_inverse_layer_idx=(False,),
         is_causal=(None, True),
     )
-    return dict(
-        d_model=take(theirs, "n_embd"),
-        n_layers=take(theirs, "n_layer"),
-        n_heads=take(theirs, "n_head"),
-        d_ff=theirs.get("n_inner") or 0,
-        vocab_size=take(theirs, "vocab_size"),
-        max_len=take(theirs, "n_positions"),
-        feedforward=activation(theirs, "activation_function"),
-        norm_eps=take(theirs, "layer_norm_epsilon", 1e-5),
-        dropout=take(theirs, "resid_pdrop", 0.0),
-        attention_dropout=take(theirs, "attn_pdrop", 0.0),
-        tie_embeddings=theirs.get("tie_word_embeddings", True),
-    )
+    return dict(**read_fields(theirs, CONFIG), feedforward=activation(theirs, "activation_function"))
 
 
 def write(config: Config) -> dict[str, Any]:
@@ -94,18 +96,9 @@ def write(config: Config) -> dict[str, Any]:
     return dict(
         model_type="gpt2",
         architectures=["GPT2LMHeadModel"],
-        n_embd=config.d_model,
-        n_layer=config.n_layers,
-        n_head=config.n_heads,
-        n_inner=config.d_ff,
-        vocab_size=config.vocab_size,
-        n_positions=config.max_len,
+        **write_fields(config, CONFIG),
         activation_function=write_activation(config),
-        layer_norm_epsilon=config.norm_eps,
-        resid_pdrop=config.dropout,
         embd_pdrop=config.dropout,
-        attn_pdrop=config.attention_dropout,
-        tie_word_embeddings=config.tie_embeddings,
         **dict.fromkeys(("bos_token_id", "eos_token_id")),  # without these, transformers would use 50,256
     )
 

@@ -12,12 +12,16 @@ from clearhead.config import Config
 from clearhead.errors import CheckpointError
 from clearhead.families.allowed_fields import fields, refuse
 from clearhead.families.config_translation import (
+    FieldRow,
     NameRow,
     activation,
     both,
+    names_of,
+    read_fields,
     refuse_to_write,
     take,
     write_activation,
+    write_fields,
 )
 
 BASE: dict[str, Any] = dict(
@@ -100,9 +104,20 @@ PREFIX = "model."
 HEADS = ("lm_head.",)
 UNUSED = ("*.rotary_emb.inv_freq",)
 EXTRAS = ()
-FIELDS = fields(
-    "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size vocab_size hidden_act",
-    "max_position_embeddings rms_norm_eps attention_dropout sliding_window use_sliding_window max_window_layers",
+CONFIG: list[FieldRow] = [
+    ("hidden_size", "d_model"),
+    ("num_hidden_layers", "n_layers"),
+    ("num_attention_heads", "n_heads"),
+    ("head_dim", "d_head", 0),
+    ("intermediate_size", "d_ff"),
+    ("vocab_size", "vocab_size"),
+    ("max_position_embeddings", "max_len", 2048),
+    ("rms_norm_eps", "norm_eps", 1e-6),
+    ("attention_dropout", "attention_dropout", 0.0),
+    ("tie_word_embeddings", "tie_embeddings", False),
+]
+FIELDS = names_of(CONFIG) | fields(
+    "num_key_value_heads hidden_act sliding_window use_sliding_window max_window_layers",
     "rope_parameters rope_scaling rope_theta",
     "attention_bias",  # the file's tensors show which projections have one
     "pretraining_tp is_llama_config max_sequence_length",  # how it was trained; old names
@@ -127,22 +142,13 @@ def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
 
 def read_sizes(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
     """The fields that LLaMA's descendants have in common."""
-    n_heads = take(theirs, "num_attention_heads")
+    found = read_fields(theirs, CONFIG)
     biased = [letter for letter in "qkvo" if f"layers.0.self_attn.{letter}_proj.bias" in keys]
     return dict(
-        d_model=take(theirs, "hidden_size"),
-        n_layers=take(theirs, "num_hidden_layers"),
-        n_heads=n_heads,
-        n_kv_heads=theirs.get("num_key_value_heads") or n_heads,
-        d_head=theirs.get("head_dim") or 0,
-        d_ff=take(theirs, "intermediate_size"),
-        vocab_size=take(theirs, "vocab_size"),
-        max_len=take(theirs, "max_position_embeddings", 2048),
+        **found,
+        n_kv_heads=theirs.get("num_key_value_heads") or found["n_heads"],
         feedforward=activation(theirs, "hidden_act"),
-        norm_eps=take(theirs, "rms_norm_eps", 1e-6),
         attention_bias="".join(biased),
-        attention_dropout=take(theirs, "attention_dropout", 0.0),
-        tie_embeddings=theirs.get("tie_word_embeddings", False),
         window=_read_window(theirs),
         **_read_rope(theirs),
     )
@@ -251,18 +257,9 @@ def write_sizes(config: Config) -> dict[str, Any]:
             original_max_position_embeddings=config.rotary_original_len,
         )
     return dict(
-        hidden_size=config.d_model,
-        num_hidden_layers=config.n_layers,
-        num_attention_heads=config.n_heads,
+        **write_fields(config, CONFIG),
         num_key_value_heads=config.n_kv_heads,
-        head_dim=config.d_head,
-        intermediate_size=config.d_ff,
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_len,
         hidden_act=write_activation(config),
-        rms_norm_eps=config.norm_eps,
-        attention_dropout=config.attention_dropout,
-        tie_word_embeddings=config.tie_embeddings,
         rope_parameters=rope,
         **dict.fromkeys(("bos_token_id", "eos_token_id")),  # without these, transformers would use 1 and 2
     )

@@ -12,13 +12,13 @@ from typing import Any
 from clearhead.config import Config
 from clearhead.families.allowed_fields import fields, refuse
 from clearhead.families.config_translation import (
-    BART_SIZES,
+    BART_FIELDS,
     NameRow,
     both,
-    read_bart_sizes,
+    read_bart,
     refuse_to_write,
     take,
-    write_bart_sizes,
+    write_bart,
 )
 
 BASE: dict[str, Any] = dict(
@@ -45,7 +45,7 @@ HEADS: tuple[str, ...] = ("lm_head.", "final_logits_bias")
 # Old files store the sinusoids. Files with separate embeddings for source and target also have an unused shared one.
 UNUSED: tuple[str, ...] = ("*embed_positions.weight", "*shared.weight")
 EXTRAS: tuple[str, ...] = ()
-FIELDS = BART_SIZES | fields(
+FIELDS = BART_FIELDS | fields(
     "vocab_size decoder_vocab_size share_encoder_decoder_embeddings max_position_embeddings scale_embedding"
 )
 
@@ -65,7 +65,7 @@ def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
         sizes = dict(vocab_size=theirs.get("decoder_vocab_size") or vocab_size, source_vocab_size=vocab_size)
     return dict(
         **sizes,
-        **read_bart_sizes(theirs),
+        **read_bart(theirs),
         max_len=take(theirs, "max_position_embeddings", 512),
         embedding_scale=theirs.get("scale_embedding", False),
         head_bias="fixed" if "final_logits_bias" in keys else "none",
@@ -85,7 +85,7 @@ def write(config: Config) -> dict[str, Any]:
     return dict(
         model_type="marian",
         architectures=["MarianMTModel"],
-        **write_bart_sizes(config),
+        **write_bart(config),
         vocab_size=config.source_vocab_size or config.vocab_size,
         decoder_vocab_size=config.vocab_size,
         share_encoder_decoder_embeddings=config.source_vocab_size == 0,

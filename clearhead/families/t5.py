@@ -13,13 +13,17 @@ from clearhead.config import Config
 from clearhead.errors import CheckpointError
 from clearhead.families.allowed_fields import fields, refuse
 from clearhead.families.config_translation import (
+    FieldRow,
     NameRow,
     activation,
+    names_of,
     pooling,
+    read_fields,
     refuse_to_write,
     take,
     take_layers,
     write_activation,
+    write_fields,
     write_pooling,
 )
 
@@ -54,30 +58,29 @@ PREFIX = ""
 HEADS: tuple[str, ...] = ("lm_head.",)
 UNUSED: tuple[str, ...] = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)  # old files
 EXTRAS: tuple[str, ...] = ()
-FIELDS = fields(
-    "d_model num_layers num_decoder_layers num_heads d_kv d_ff vocab_size n_positions relative_attention_num_buckets",
-    "relative_attention_max_distance layer_norm_epsilon dropout_rate feed_forward_proj dense_act_fn is_gated_act",
+CONFIG: list[FieldRow] = [
+    ("d_model", "d_model"),
+    ("num_layers", "n_layers"),
+    ("num_heads", "n_heads"),
+    ("d_kv", "d_head"),
+    ("d_ff", "d_ff"),
+    ("vocab_size", "vocab_size"),
+    ("n_positions", "max_len", 512),
+    ("relative_attention_num_buckets", "t5_buckets"),
+    ("relative_attention_max_distance", "t5_max_distance", 128),
+    ("layer_norm_epsilon", "norm_eps", 1e-6),
+    ("dropout_rate", "dropout", 0.0),
+]
+FIELDS = names_of(CONFIG) | fields(
+    "num_decoder_layers feed_forward_proj dense_act_fn is_gated_act",
     "scale_decoder_outputs is_encoder_decoder modules",
 )
 
 
 def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
     refuse(theirs, FIELDS, is_causal=(None, True))
-    found = dict(
-        d_model=take(theirs, "d_model"),
-        n_layers=take(theirs, "num_layers"),
-        n_heads=take(theirs, "num_heads"),
-        d_head=take(theirs, "d_kv"),
-        d_ff=take(theirs, "d_ff"),
-        vocab_size=take(theirs, "vocab_size"),
-        max_len=take(theirs, "n_positions", 512),
-        t5_buckets=take(theirs, "relative_attention_num_buckets"),
-        t5_max_distance=take(theirs, "relative_attention_max_distance", 128),
-        norm_eps=take(theirs, "layer_norm_epsilon", 1e-6),
-        dropout=take(theirs, "dropout_rate", 0.0),
-        attention_dropout=take(theirs, "dropout_rate", 0.0),
-        **_read_feedforward(theirs),
-    )
+    found = dict(**read_fields(theirs, CONFIG), **_read_feedforward(theirs))
+    found["attention_dropout"] = found["dropout"]
     kinds = theirs.get("architectures") or ()
     if "T5EncoderModel" in kinds or not theirs.get("is_encoder_decoder", True):
         return dict(found, shape="encoder", **pooling(theirs))
@@ -130,18 +133,8 @@ def write(config: Config) -> dict[str, Any]:
     return dict(
         model_type="t5",
         architectures=["T5EncoderModel" if encoder else "T5ForConditionalGeneration"],
-        d_model=config.d_model,
-        num_layers=config.n_layers,
+        **write_fields(config, CONFIG),
         num_decoder_layers=config.n_decoder_layers,
-        num_heads=config.n_heads,
-        d_kv=config.d_head,
-        d_ff=config.d_ff,
-        vocab_size=config.vocab_size,
-        n_positions=config.max_len,
-        relative_attention_num_buckets=config.t5_buckets,
-        relative_attention_max_distance=config.t5_max_distance,
-        layer_norm_epsilon=config.norm_eps,
-        dropout_rate=config.dropout,
         feed_forward_proj=f"gated-{'gelu' if name == 'gelu_new' else name}" if config.gated else name,
         dense_act_fn=name,
         is_gated_act=config.gated,

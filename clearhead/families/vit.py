@@ -13,15 +13,17 @@ from clearhead.errors import CheckpointError
 from clearhead.families.allowed_fields import fields, refuse
 from clearhead.families.config_translation import (
     BERT_SIZES,
+    FieldRow,
     NameRow,
     activation,
     both,
     labels,
-    read_bert_sizes,
+    names_of,
+    read_fields,
     refuse_to_write,
     take,
     write_activation,
-    write_bert_sizes,
+    write_fields,
     write_labels,
 )
 
@@ -54,8 +56,9 @@ PREFIX = "vit."
 HEADS: tuple[str, ...] = ("classifier.",)
 UNUSED: tuple[str, ...] = ()
 EXTRAS: tuple[str, ...] = ("*embeddings.mask_token",)
-FIELDS = BERT_SIZES | fields(
-    "head_dim image_size patch_size num_channels qkv_bias hidden_act",
+CONFIG: list[FieldRow] = [*BERT_SIZES, ("num_channels", "n_channels", 3)]
+FIELDS = names_of(CONFIG) | fields(
+    "head_dim image_size patch_size qkv_bias hidden_act",
     "encoder_stride vocab_size max_position_embeddings",  # of masked images, and of models over text
 )
 
@@ -66,20 +69,19 @@ def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
             "config.json's model_type='deit' has a distillation token beside the class token, which is not supported; a DeiT "
             "without one is stored as model_type='vit': take that, such as facebook/deit-base-patch16-224"
         )
-    sizes = read_bert_sizes(theirs)
+    found = read_fields(theirs, CONFIG)
     refuse(
         *(theirs, FIELDS),
         pooler_act=(None, "tanh"),
-        pooler_output_size=(None, sizes["d_model"]),
+        pooler_output_size=(None, found["d_model"]),
         is_causal=(None, False),
     )
     head = "classes" if "classifier.weight" in keys else "none"
     return dict(
-        **sizes,
+        **found,
         d_head=theirs.get("head_dim") or 0,
         image_size=_side(theirs, "image_size", 224),
         patch_size=_side(theirs, "patch_size", 16),
-        n_channels=take(theirs, "num_channels", 3),
         attention_bias="qkvo" if theirs.get("qkv_bias", True) else "o",
         feedforward=activation(theirs, "hidden_act", "gelu"),
         pooler="pooler.dense.weight" in keys,
@@ -110,11 +112,10 @@ def write(config: Config) -> dict[str, Any]:
     return dict(
         model_type="vit",
         architectures=["ViTForImageClassification" if classes else "ViTModel"],
-        **write_bert_sizes(config),
+        **write_fields(config, CONFIG),
         **(dict(head_dim=config.d_head) if config.d_head * config.n_heads != config.d_model else {}),
         image_size=config.image_size,
         patch_size=config.patch_size,
-        num_channels=config.n_channels,
         qkv_bias=config.attention_bias == "qkvo",
         hidden_act=write_activation(config),
         **write_labels(config),

@@ -11,13 +11,16 @@ from typing import Any
 from clearhead.config import Config
 from clearhead.families.allowed_fields import fields, refuse
 from clearhead.families.config_translation import (
-    BART_SIZES,
+    BART_FIELDS,
+    FieldRow,
     NameRow,
     both,
-    read_bart_sizes,
+    names_of,
+    read_bart,
+    read_fields,
     refuse_to_write,
-    take,
-    write_bart_sizes,
+    write_bart,
+    write_fields,
 )
 from clearhead.families.marian import LAYERS
 
@@ -50,23 +53,26 @@ PREFIX = "model."
 HEADS: tuple[str, ...] = ("proj_out.",)
 UNUSED: tuple[str, ...] = ()
 EXTRAS: tuple[str, ...] = ()
-FIELDS = BART_SIZES | fields(
-    "vocab_size num_mel_bins max_target_positions max_source_positions",
-    # Noise in training, another task's head, word times.
-    "apply_spec_augment mask_time_prob mask_time_length mask_time_min_masks mask_feature_prob mask_feature_length",
-    "mask_feature_min_masks use_weighted_layer_sum classifier_proj_size median_filter_width",
+CONFIG: list[FieldRow] = [
+    ("vocab_size", "vocab_size"),
+    ("num_mel_bins", "n_mels"),
+    ("max_target_positions", "max_len"),
+    ("max_source_positions", "max_source_len"),
+]
+FIELDS = (
+    BART_FIELDS
+    | names_of(CONFIG)
+    | fields(
+        # Noise in training, another task's head, word times.
+        "apply_spec_augment mask_time_prob mask_time_length mask_time_min_masks mask_feature_prob mask_feature_length",
+        "mask_feature_min_masks use_weighted_layer_sum classifier_proj_size median_filter_width",
+    )
 )
 
 
 def read(theirs: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
     refuse(theirs, FIELDS, scale_embedding=(None, False), is_encoder_decoder=(None, True), is_causal=(None, True))
-    return dict(
-        **read_bart_sizes(theirs),
-        vocab_size=take(theirs, "vocab_size"),
-        n_mels=take(theirs, "num_mel_bins"),
-        max_len=take(theirs, "max_target_positions"),
-        max_source_len=take(theirs, "max_source_positions"),
-    )
+    return {**read_bart(theirs), **read_fields(theirs, CONFIG)}
 
 
 def write(config: Config) -> dict[str, Any]:
@@ -80,11 +86,8 @@ def write(config: Config) -> dict[str, Any]:
     return dict(
         model_type="whisper",
         architectures=["WhisperForConditionalGeneration"],
-        **write_bart_sizes(config),
-        vocab_size=config.vocab_size,
-        num_mel_bins=config.n_mels,
-        max_target_positions=config.max_len,
-        max_source_positions=config.max_source_len,
+        **write_bart(config),
+        **write_fields(config, CONFIG),
         # Without these, transformers would use the ids of the English vocabulary.
         **dict.fromkeys(("bos_token_id", "pad_token_id", "eos_token_id", "begin_suppress_tokens")),
     )

@@ -99,13 +99,18 @@ class Transcript:
     segments: list[Segment]
 
 
-def transcribe(scribe: Scribe, sound: Float[Tensor, " n"], options: Options) -> Run[Transcript]:
-    """The transcript of a sound of any length, at RATE. The call itself computes the spectrogram."""
-    return Transcription(scribe, log_mel_of_all(sound, scribe.model.config.n_mels), options).run()
+def transcribe(
+    scribe: Scribe, sound: Float[Tensor, " n"], options: Options, show: Callable[[int], object] = lambda n: None
+) -> Run[Transcript]:
+    """The transcript of a sound of any length, at RATE. The call itself computes the spectrogram.
+
+    `show` gets the number of frames (HOP samples each) by which the work has moved on.
+    """
+    return Transcription(scribe, log_mel_of_all(sound, scribe.model.config.n_mels), options).run(show)
 
 
-def run_local(engine: Engine, work: Run[T], show: Callable[[int], object] = lambda n: None) -> T:
-    """What `work` returns, run to its end by an engine of one's own. `show` is called after each of its requests."""
+def run_local(engine: Engine, work: Run[T]) -> T:
+    """What `work` returns, run to its end by an engine of one's own."""
     step, result = eval_step(engine), None
     try:
         while True:
@@ -115,7 +120,6 @@ def run_local(engine: Engine, work: Run[T], show: Callable[[int], object] = lamb
                 while not all(ticket.is_done for ticket in tickets):
                     step()
                 result = tickets
-                show(1)
             else:
                 result = asked()
     except StopIteration as done:
@@ -136,7 +140,7 @@ class Transcription:
         self.n_forgotten = 0  # tokens read before this one are no longer given to the model
         self.last_speech = 0.0  # seconds
 
-    def run(self) -> Run[Transcript]:
+    def run(self, show: Callable[[int], object]) -> Run[Transcript]:
         segments: list[Segment] = []
         n_frames = self.mel.shape[1]
         n_prompt, seek = len(self.read), 0
@@ -149,6 +153,7 @@ class Transcription:
             is_silent = decoded.no_speech_prob > self.options.no_speech
             if is_silent and decoded.avg_logprob <= self.options.min_logprob:
                 seek += size
+                show(size)
                 continue
             found, moved, is_whole = self._segments(decoded, seek, size)
             if self.options.words:
@@ -163,6 +168,7 @@ class Transcription:
                 not self.options.condition or decoded.temperature > 0.5
             ):  # a text that was hard to find may mislead the next
                 self.n_forgotten = len(self.read)
+            show(max(moved, seek + STEP) - seek)
             seek = max(moved, seek + STEP)  # always forward
         text = self.scribe.tokenizer.decode([token for token in self.read[n_prompt:] if token < self.scribe.end])
         return Transcript(text.strip(), self.scribe.spoken, n_frames / FRAMES_A_SECOND, segments)

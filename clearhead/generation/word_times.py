@@ -59,12 +59,12 @@ def alignment_heads(model: EncoderDecoder) -> dict[int, list[int]]:
     return {layer: [head for each, head in heads if each == layer] for layer, _ in heads}
 
 
-def median_filter(x: Float[Tensor, "... S"], width: int = SMOOTHING) -> Float[Tensor, "... S"]:
+def median_filter(x: Float[Tensor, "... S"]) -> Float[Tensor, "... S"]:
     """The median of each number and its neighbours; the ends are mirrored."""
-    reach = width // 2
+    reach = SMOOTHING // 2
     if x.shape[-1] <= reach:
         return x
-    return F.pad(x, (reach, reach), mode="reflect").unfold(-1, width, 1).median(-1).values
+    return F.pad(x, (reach, reach), mode="reflect").unfold(-1, SMOOTHING, 1).median(-1).values
 
 
 def time_warp(costs: Float[np.ndarray, "N S"]) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:

@@ -104,13 +104,13 @@ def expected_logits(subject: Subject, row: int, ids: Sequence[int]) -> Tensor:
     return subject.model(*source, torch.tensor([ids]))[0]
 
 
-def compare_steps(law: str, subject: Subject, decoded: Decoded, note: str = "") -> Finding:
+def compare_steps(law: str, subject: Subject, decoded: Decoded) -> Finding:
     comparison, prompts = Comparison(), prompts_of(subject)
     for row, (prompt, text) in enumerate(zip(prompts, decoded.texts, strict=True)):
         expected = expected_logits(subject, row, [*prompt, *text])[len(prompt) : len(prompt) + NEW - 1]
         found = torch.stack([logits[row] for logits in decoded.logits[: NEW - 1]])
         comparison.add({OUTPUT: found}, {OUTPUT: expected})
-    return comparison.judge(law, subject.allowed, note + subject.reason)
+    return comparison.judge(law, subject.allowed, subject.reason)
 
 
 def check_native_steps(subject: Subject) -> Finding:

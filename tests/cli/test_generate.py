@@ -208,6 +208,7 @@ def test_errors_of_the_library_name_options(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["x", "--min-new-tokens", "5", "-n", "3"], "--min-new-tokens 5 is more than --max-new-tokens 3; change one"),
         (["x", "--top-p", "7"], "top_p must be above 0 and at most 1; got 7"),
         (["x", "--stop", ""], "a stop is empty"),
         (["x", "-n", "70"], "max_new_tokens=70 leaves no room for a prompt"),

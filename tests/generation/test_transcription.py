@@ -16,7 +16,7 @@ from transformers.generation.logits_process import WhisperTimeStampLogitsProcess
 
 import clearhead as ch
 from clearhead.checkpoint import load
-from clearhead.data.audio import RATE, log_mel, log_mel_of_all
+from clearhead.data.audio import HOP, RATE, log_mel, log_mel_of_all
 from clearhead.engine.request import Memory, Request, Ticket
 from clearhead.generation import Engine
 from clearhead.generation.scribe import Scribe, find_tokenizer
@@ -59,8 +59,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Scribe]:
 
 
 def run(scribe: Scribe, sound: torch.Tensor, options: Options) -> Transcript:
-    engine = Engine(scribe.model, max_tokens=2048, max_rows=8)
-    return run_local(engine, transcribe(scribe, sound, options))
+    """The transcript. Its progress adds up to the whole sound, and to no more than the last window's step beyond it."""
+    engine, moved = Engine(scribe.model, max_tokens=2048, max_rows=8), list[int]()
+    found = run_local(engine, transcribe(scribe, sound, options, moved.append))
+    assert 0 <= sum(moved) - len(sound) // HOP <= 2
+    assert all(step > 0 for step in moved)
+    return found
 
 
 @torch.no_grad()
