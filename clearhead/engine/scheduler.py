@@ -102,9 +102,9 @@ class Scheduler:
         self.over = (
             [row for row, s in enumerate(self.running) if s.is_over] if self.is_large and self.needs_sweep else []
         )
-        changes = max(len(self.over), self._n_fitting() if self.waiting else 0)
         is_held = self.is_large and bool(self.over or self.waiting) and self.n_held < self.hold_steps
-        is_held = is_held and 2 * self.hold_steps * changes < n and all(lengths[row] < self.room for row in self.over)
+        is_held = is_held and 2 * self.hold_steps * max(len(self.over), self._n_fitting()) < n
+        is_held = is_held and all(lengths[row] < self.room for row in self.over)
         self.n_held = self.n_held + 1 if is_held else 0
         return is_held
 
@@ -123,7 +123,9 @@ class Scheduler:
 
     def _n_fitting(self) -> int:
         """How many of the waiting requests there is room for, if all are as large as the first."""
-        allocator, (ticket, prompt, _) = self.allocator, self.waiting.heads()[0][1]
+        if not self.waiting:
+            return 0
+        allocator, (ticket, prompt, _) = self.allocator, next(iter(self.waiting.clients.values()))[0]
         spares = None not in self.waiting.clients
         rows = self.max_rows - self.runner.n + len(self.over) - spares * self.spared_rows
         blocks = allocator.n_available - spares * (allocator.n_blocks // SPARED)
