@@ -9,6 +9,8 @@ that the model gives it, as by the rule of Leviathan et al.
 
 from __future__ import annotations
 
+import numpy as np
+
 from clearhead.engine.draft_model import DraftModel
 from clearhead.engine.outputs import OutputProcessor
 from clearhead.engine.runner import ModelRunner
@@ -35,7 +37,11 @@ class Speculator:
         runner, running = self.runner, self.scheduler.running
         self.scheduler.allocate_drafts([len(draft) for draft in drafts])
         runner.add_drafts(drafts)
-        logits = runner.decode()
+        try:
+            logits = runner.decode()
+        except BaseException:  # the rows as they were, for whoever makes another step
+            runner.keep_rows(np.cumsum([0, *(len(draft) + 1 for draft in drafts[:-1])]).tolist(), has_beams=False)
+            raise
         sequences = [s for s, draft in zip(running, drafts, strict=True) for _ in range(len(draft) + 1)]
         drafted = [draft[:n] for draft in drafts for n in range(len(draft) + 1)]
         rows = range(len(sequences))

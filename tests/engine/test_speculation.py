@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from collections import Counter
@@ -16,6 +17,7 @@ from torch import Tensor
 import clearhead as ch
 from clearhead.config import Config, Generation
 from clearhead.engine.prompt_lookup import FIRST_RATES, PromptLookup
+from clearhead.engine.runner import ModelRunner
 from clearhead.engine.speculation import DRAFT_ROWS
 from clearhead.errors import InputError
 from clearhead.generation import Engine, Request, Strategy, Ticket, stream, write_texts
@@ -154,6 +156,30 @@ def test_what_ends_a_text_may_stand_in_a_draft() -> None:
             write(model, longer.prompt, max_new_tokens=5, scored=True).scores, abs=1e-5
         )
     assert accepted > 40
+
+
+def test_a_step_that_failed_can_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one with drafts, whose rows were in the batch when it failed."""
+    model, sizes, real, failed = decoder("llama"), list[int](), ModelRunner.decode, False
+    requests = [Request(prompt=PATTERN * 3, lookup=True, max_new_tokens=12), Request(prompt=[7, 7], max_new_tokens=12)]
+    expected = [write(model, request.prompt, max_new_tokens=12).ids for request in requests]
+
+    def decode(self: ModelRunner, *args: Any) -> Tensor:
+        nonlocal failed
+        sizes.append(self.n)
+        failed = not failed and self.n > 2
+        if failed:
+            raise RuntimeError("a step that fails")
+        return real(self, *args)
+
+    monkeypatch.setattr(ModelRunner, "decode", decode)
+    engine = Engine(model, max_tokens=400, max_rows=DRAFT_ROWS)
+    tickets = [engine.submit(request) for request in requests]
+    while engine.is_busy:
+        with contextlib.suppress(RuntimeError):
+            engine.step()
+    assert max(sizes) > 2
+    assert [ticket.ids for ticket in tickets] == expected
 
 
 def test_a_text_may_fill_the_model() -> None:
