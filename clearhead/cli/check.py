@@ -122,7 +122,7 @@ def show(found: Iterable[Finding], *, as_json: bool, layers: bool) -> list[Findi
 
 def plain(finding: Finding) -> dict[str, Any]:
     """As JSON, which has no infinity."""
-    values = asdict(finding)
+    values = {"law": finding.law, **asdict(finding)}
     values["layers"] = {name: error if math.isfinite(error) else None for name, error in finding.layers.items()}
     return {name: None if value == math.inf else value for name, value in values.items()}
 

@@ -55,7 +55,7 @@ def check_model(
     if length < 1:
         raise InputError(f"length={length} is no number of tokens; give 8 or more")
     subject = make_subject(model, length=length, path=path, text=text)
-    weights = forward_laws.check_weights(subject)
+    weights = run_law(*LAWS["weights"], subject)
     yield weights
     if weights.outcome == "fail":  # NaN differs from itself: nothing else could be compared
         return
@@ -63,7 +63,7 @@ def check_model(
     yield rounding
     for name, (law, check) in LAWS.items():
         if name != "weights":
-            yield Finding(law, "skipped", f"--skip {name}") if name in skip else run_law(law, check, subject)
+            yield Finding("skipped", f"--skip {name}", law=law) if name in skip else run_law(law, check, subject)
 
 
 def run_law(law: str, check: Callable[[Subject], Finding], subject: Subject) -> Finding:
@@ -71,7 +71,7 @@ def run_law(law: str, check: Callable[[Subject], Finding], subject: Subject) -> 
     try:
         return replace(check(subject), law=law)
     except Skip as skip:
-        return Finding(law, "skipped", str(skip))
+        return Finding("skipped", str(skip), law=law)
     except Exception as error:
         words = str(error).strip().split("\n")[0][:200]
-        return Finding(law, "fail", f"{type(error).__name__}: {words}")
+        return Finding("fail", f"{type(error).__name__}: {words}", law=law)

@@ -104,13 +104,13 @@ def expected_logits(subject: Subject, row: int, ids: Sequence[int]) -> Tensor:
     return subject.model(*source, torch.tensor([ids]))[0]
 
 
-def compare_steps(law: str, subject: Subject, decoded: Decoded) -> Finding:
+def compare_steps(subject: Subject, decoded: Decoded) -> Finding:
     comparison, prompts = Comparison(), prompts_of(subject)
     for row, (prompt, text) in enumerate(zip(prompts, decoded.texts, strict=True)):
         expected = expected_logits(subject, row, [*prompt, *text])[len(prompt) : len(prompt) + NEW - 1]
         found = torch.stack([logits[row] for logits in decoded.logits[: NEW - 1]])
         comparison.add({OUTPUT: found}, {OUTPUT: expected})
-    return comparison.judge(law, subject.allowed, subject.reason)
+    return comparison.judge(subject.allowed, subject.reason)
 
 
 def check_native_steps(subject: Subject) -> Finding:
@@ -120,13 +120,13 @@ def check_native_steps(subject: Subject) -> Finding:
     decoded = decode(model, subject, range(ROWS))
     if not decoded.n_native:
         raise Skip("native.cpp does not compute this model's step; the engine calls the plain forward")
-    return compare_steps("native steps = plain forward", subject, decoded)
+    return compare_steps(subject, decoded)
 
 
 def check_paged_steps(subject: Subject) -> Finding:
     """The engine without native steps: prefill, blocks of keys and values, one token a row."""
     decoded = decode(writer_of(subject), subject, range(ROWS), use_native=False)
-    return compare_steps("engine's steps = plain forward", subject, decoded)
+    return compare_steps(subject, decoded)
 
 
 def check_gpu_steps(subject: Subject) -> Finding:
@@ -134,12 +134,12 @@ def check_gpu_steps(subject: Subject) -> Finding:
     if not torch.cuda.is_available():
         raise Skip("torch sees no GPU here")
     decoded = decode(copy.deepcopy(model).to("cuda"), subject, range(ROWS))
-    return compare_steps("GPU steps = plain forward", subject, decoded)
+    return compare_steps(subject, decoded)
 
 
 def check_greedy(subject: Subject) -> Finding:
     """Each path's every token has the highest score that the plain forward gives after what came before, but for rounding."""
-    model, prompts, law = writer_of(subject), prompts_of(subject), "greedy text is equal on every path"
+    model, prompts = writer_of(subject), prompts_of(subject)
     written = {name: write() for name, write in paths(model, subject)}
     first = next(iter(written.values()))
     lost, worst = 0.0, ""
@@ -152,10 +152,10 @@ def check_greedy(subject: Subject) -> Finding:
                 lost, worst = error, name
     allowed, ties = 2 * subject.allowed, [name for name, texts in written.items() if texts != first]
     if lost > allowed:
-        return Finding(law, "fail", f"{worst} takes a token that is not the likeliest", lost, allowed)
+        return Finding("fail", f"{worst} takes a token that is not the likeliest", lost, allowed)
     equal = f"{len(written)} paths, {ROWS} texts of {NEW} tokens: {', '.join(written)}"
     reason = f"{equal}; two tokens as close as rounding: {', '.join(ties)}" if ties else equal
-    return Finding(law, "pass", reason, lost, allowed)
+    return Finding("pass", reason, lost, allowed)
 
 
 def paths(model: Writer, subject: Subject) -> Iterator[tuple[str, Callable[[], Texts]]]:

@@ -36,28 +36,28 @@ CLASSES = {
 
 def check_saved(subject: Subject) -> Finding:
     """In our layout config and weights come back bit for bit. Hugging Face's may lack a field: then the output must be the same."""
-    law, ours = "saved = loaded", "config and weights bit for bit in our layout"
+    ours = "config and weights bit for bit in our layout"
     with tempfile.TemporaryDirectory(prefix="clearhead-check-") as folder:
         save(subject.model, Path(folder) / "clearhead")
         if (changed := find_change(load(Path(folder) / "clearhead"), subject.model)) is not None:
-            return Finding(law, "fail", changed)
+            return Finding("fail", changed)
         try:
             save(subject.model, Path(folder) / "hf", format="hf")
         except (CheckpointError, ConfigError):  # a model that this layout can not hold: "ours = transformers" says why
-            return Finding(law, "pass", ours, 0.0, 0.0)
+            return Finding("pass", ours, 0.0, 0.0)
         back = load(Path(folder) / "hf")
     if back.config == subject.model.config:
         changed = find_change(back, subject.model)
         return (
-            Finding(law, "pass", f"{ours} and in Hugging Face's", 0.0, 0.0)
+            Finding("pass", f"{ours} and in Hugging Face's", 0.0, 0.0)
             if changed is None
-            else Finding(law, "fail", f"Hugging Face: {changed}")
+            else Finding("fail", f"Hugging Face: {changed}")
         )
     fields = changed_fields(back, subject.model)
     comparison = Comparison()
     comparison.add({OUTPUT: trace(back, *subject.args)[OUTPUT]}, trace(subject.model, *subject.args))
     reason = f"{ours}; Hugging Face's has no place for {', '.join(fields)}, and computes the same: {subject.reason}"
-    return comparison.judge(law, subject.allowed, reason)
+    return comparison.judge(subject.allowed, reason)
 
 
 def find_change(back: Model, model: Model) -> str | None:
@@ -90,11 +90,11 @@ def check_transformers(subject: Subject) -> Finding:
         with quiet_transformers():
             theirs, missing = load_theirs(folder, subject.model)
             if missing:
-                return Finding("ours = transformers", "fail", f"transformers reports {missing}")
+                return Finding("fail", f"transformers reports {missing}")
             expected = trace_theirs(theirs, subject)
     comparison = Comparison()
     comparison.add(trace(subject.model, *subject.args), expected)
-    return comparison.judge("ours = transformers", subject.allowed, subject.reason)
+    return comparison.judge(subject.allowed, subject.reason)
 
 
 def find_hf_folder(path: Path | None) -> Path | None:

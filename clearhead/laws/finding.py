@@ -18,14 +18,13 @@ OUTPUT = "output"
 class Finding:
     """One law: whether it holds, the largest error and the one allowed, and why: of the limit, of a failure or of a skip."""
 
-    law: str
     outcome: Outcome
     reason: str
     error: float | None = None  # relative to the largest number of the expected output
     allowed: float | None = None
-    layers: dict[str, float] = field(
-        default_factory=dict
-    )  # the same error after each block, where blocks were compared
+    # The same error after each block, where blocks were compared.
+    layers: dict[str, float] = field(default_factory=dict)
+    law: str = ""  # in words; who runs a check names it
 
 
 class Skip(Exception):  # noqa: N818 - a reason, not an error
@@ -59,15 +58,15 @@ class Comparison:
         difference, scale = self.largest[name], self.scale[name]
         return difference / scale if 0 < scale < math.inf else (math.inf if difference else 0.0)
 
-    def judge(self, law: str, allowed: float, reason: str) -> Finding:
+    def judge(self, allowed: float, reason: str) -> Finding:
         """Whether the output's error is at most `allowed`; of a failure, the first block whose error is above it."""
         errors = self.errors
         error = errors.pop(OUTPUT)
         if error <= allowed:
-            return Finding(law, "pass", reason, error, allowed, errors)
+            return Finding("pass", reason, error, allowed, errors)
         first = next((name for name, each in errors.items() if not each <= allowed), None)
         where = f"first seen after {first}" if first else "no block differs as much" if errors else "in the output"
-        return Finding(law, "fail", f"{where}; allowed: {reason}", error, allowed, errors)
+        return Finding("fail", f"{where}; allowed: {reason}", error, allowed, errors)
 
 
 def _place(name: str) -> tuple[bool, str, int]:

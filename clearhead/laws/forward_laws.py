@@ -17,11 +17,10 @@ from clearhead.models import Decoder, Encoder, EncoderDecoder, Model
 
 def check_weights(subject: Subject) -> Finding:
     """Every number of the model is finite."""
-    law = "weights are numbers"
     broken = [name for name, each in subject.model.state_dict().items() if not bool(each.isfinite().all())]
     if broken:
-        return Finding(law, "fail", f"NaN or infinite: {', '.join(broken[:3])} ({len(broken)} tensors)")
-    return Finding(law, "pass", f"{len(subject.model.state_dict())} tensors are finite")
+        return Finding("fail", f"NaN or infinite: {', '.join(broken[:3])} ({len(broken)} tensors)")
+    return Finding("pass", f"{len(subject.model.state_dict())} tensors are finite")
 
 
 def check_kernels(subject: Subject) -> Finding:
@@ -31,7 +30,7 @@ def check_kernels(subject: Subject) -> Finding:
         with kernels.torch_only():
             expected = trace(subject.model, *args)
         comparison.add(trace(subject.model, *args), expected)
-    return comparison.judge("kernels = torch's operators", subject.allowed, subject.reason)
+    return comparison.judge(subject.allowed, subject.reason)
 
 
 def check_fused(subject: Subject) -> Finding:
@@ -40,7 +39,7 @@ def check_fused(subject: Subject) -> Finding:
         expected = trace(subject.model, *subject.args)
     with forced_kernel(subject.model, "fused"):
         comparison.add(trace(subject.model, *subject.args), expected)
-    return comparison.judge("fused = explicit", subject.allowed, subject.reason)
+    return comparison.judge(subject.allowed, subject.reason)
 
 
 def check_batched(subject: Subject) -> Finding:
@@ -49,7 +48,7 @@ def check_batched(subject: Subject) -> Finding:
         comparison.add(
             {name: x[row : row + 1] for name, x in together.items()}, trace(subject.model, *subject.alone(row))
         )
-    return comparison.judge("batched = alone", subject.allowed, subject.reason)
+    return comparison.judge(subject.allowed, subject.reason)
 
 
 def check_padded(subject: Subject) -> Finding:
@@ -67,7 +66,7 @@ def check_padded(subject: Subject) -> Finding:
         for row in range(ROWS):
             alone = trace(subject.model, *cut_args(subject, row, [cuts[row] for cuts in lengths]))
             comparison.add(cut_trace(subject, together, row, reals), alone)
-    return comparison.judge("padded = unpadded", subject.allowed, subject.reason)
+    return comparison.judge(subject.allowed, subject.reason)
 
 
 def tokens_of(subject: Subject) -> list[tuple[Tensor, int]]:
@@ -135,24 +134,22 @@ def check_cached(subject: Subject) -> Finding:
     joined = {name: torch.cat([part[name] for part in parts], 1) for name in parts[-1]}
     comparison = Comparison()
     comparison.add(joined, trace(model, *subject.args))
-    return comparison.judge("cached = whole", subject.allowed, subject.reason)
+    return comparison.judge(subject.allowed, subject.reason)
 
 
 @torch.no_grad()
 def check_future(subject: Subject) -> Finding:
     """Other tokens later change no logit before them by one bit; and the changed token itself is seen."""
-    model, law = subject.model, "no future token changes a past logit"
+    model = subject.model
     if isinstance(model, Encoder):
         raise Skip("an encoder sees both ways")
     if subject.target.shape[1] < 2:
         raise Skip("a text of one token has no future; give a larger --length")
     leak, unread = find_leak(lambda target: model(*subject.source, target), subject.target, model.config.vocab_size)
     if unread is not None:
-        return Finding(
-            law, "fail", f"another token at position {unread} changes nothing there: the model does not read it"
-        )
+        return Finding("fail", f"another token at position {unread} changes nothing there: the model does not read it")
     reason = "bit for bit: a hidden key has weight 0, not a small one"
-    return Finding(law, "fail" if leak else "pass", reason, leak, 0.0)
+    return Finding("fail" if leak else "pass", reason, leak, 0.0)
 
 
 def find_leak(run: Callable[[Tensor], Tensor], target: Tensor, vocab_size: int) -> tuple[float, int | None]:
@@ -183,7 +180,7 @@ def check_compiled(subject: Subject) -> Finding:
             comparison.add({OUTPUT: compiled(*subject.args)}, {OUTPUT: subject.model(*subject.args)})
     finally:
         torch.compiler.reset()
-    return comparison.judge("compiled = eager", subject.allowed, subject.reason)
+    return comparison.judge(subject.allowed, subject.reason)
 
 
 def is_over_images(model: Model) -> bool:

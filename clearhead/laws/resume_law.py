@@ -70,10 +70,9 @@ def compare_runs(alone: Path, resumed: Path, what: str) -> Finding:
     wanted, found = outcome(alone), outcome(resumed)
     wrong = [f"{name}: {found[name]}, left alone {wanted[name]}" for name in wanted if wanted[name] != found[name]]
     if wrong:
-        return Finding(law, "fail", f"{what}; sha256 differ: {'; '.join(wrong)}")
-    return Finding(
-        law, "pass", f"{what}; sha256 {', '.join(f'{name} {each}' for name, each in wanted.items())}", 0.0, 0.0
-    )
+        return Finding("fail", f"{what}; sha256 differ: {'; '.join(wrong)}", law=law)
+    hashes = ", ".join(f"{name} {each}" for name, each in wanted.items())
+    return Finding("pass", f"{what}; sha256 {hashes}", 0.0, 0.0, law=law)
 
 
 def outcome(folder: Path) -> dict[str, str]:

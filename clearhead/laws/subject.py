@@ -28,6 +28,7 @@ Trace = dict[str, Tensor]  # the output, and the residual stream after each bloc
 ROWS = 3
 # Two correct float32 computations are each about as far from the exact result as the one that was measured; 16 leaves room for
 # an unlucky order of summation. Below 2^-20 the measurement itself is chance: a few last bits of a float32.
+ROUNDING = "float32 = float64"
 MARGIN, LEAST = 16, 2.0**-20
 UNSTABLE = 1e-2  # a model that loses five of float32's seven digits
 MOST_WEIGHTS = 2 * 10**9  # above, a copy in float64 would take more than 16 GB; then the limit is fixed
@@ -153,20 +154,18 @@ def forced_kernel(model: Model, kernel: str) -> Generator[None]:
 
 def measure_rounding(subject: Subject) -> tuple[Subject, Finding]:
     """The subject with its limit: a multiple of what float32 changes in the plain equations, computed by torch's operators."""
-    law = "float32 = float64"
     n_weights = sum(weight.numel() for weight in subject.model.parameters())
     if n_weights > MOST_WEIGHTS:
         reason = f"fixed: {n_weights:,} weights are too many for a copy in float64"
-        return replace(subject, allowed=FIXED, reason=reason), Finding(law, "skipped", reason)
+        return replace(subject, allowed=FIXED, reason=reason), Finding("skipped", reason, law=ROUNDING)
     with kernels.torch_only(), forced_kernel(subject.model, "explicit"):
         plain = trace(subject.model, *subject.args)
         wide = copy.deepcopy(subject.model).double()
         exact = trace(wide, *(x.double() if x.is_floating_point() else x for x in subject.args))
     comparison = Comparison()
     comparison.add(plain, exact)
-    finding = comparison.judge(
-        law, UNSTABLE, f"what rounding does to this model; the laws below allow {MARGIN} times it"
-    )
+    reason = f"what rounding does to this model; the laws below allow {MARGIN} times it"
+    finding = replace(comparison.judge(UNSTABLE, reason), law=ROUNDING)
     rounding = finding.error or 0.0
     allowed = max(MARGIN * rounding, LEAST) if finding.outcome == "pass" else FIXED
     reason = f"rounding: {MARGIN} x {rounding:.1e}"

@@ -45,7 +45,7 @@ class TokenEmbedding(nn.Embedding):
 
     def check(self, tokens: object) -> Tensor:
         """Refuse anything but a batch of ids."""
-        if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
+        if getattr(tokens, "ndim", 0) != 2 or tokens.dtype not in (torch.int64, torch.int32):
             raise InputError(
                 f"tokens are a tensor of whole numbers, of shape (batch, length); got {getattr(tokens, 'dtype', type(tokens))} of "
                 f"shape {tuple(getattr(tokens, 'shape', ()))}; for one text use tokens[None]"
