@@ -4,8 +4,8 @@ One pass over all texts at once. Just before a module computes, its inputs are s
 the rounded weight. So each weight is rounded for the inputs that it will get, from layers that are rounded already. No other state
 is kept than the activations of one layer and one matrix of inputs times inputs.
 
-A column of a matrix may be multiplied by any factor if what makes its input is divided by it: a norm's parameters, or before the
-second matrix of a gated feed-forward step the rows of the first. `int4_rounding.balancing_factors` says by which.
+Where the inputs come from a norm, a column of the matrix may be multiplied by any factor if the norm's parameters are divided by
+it. `int4_rounding.balancing_factors` says by which.
 """
 
 from __future__ import annotations
@@ -85,55 +85,40 @@ def second_moments(x: Float[Tensor, "n D"]) -> Float[Tensor, "D D"]:
     return found.lerp(found.diagonal().diag(), share)
 
 
-Divide = Callable[[Tensor], None]
-
-
-def find_makers(model: nn.Module) -> dict[str, Divide]:
-    """By the name of a product, how to divide its inputs, if no other module takes them. (Of a post-norm block's norm the residual
-    stream takes the results, too.)"""
-    found: list[tuple[str, Divide, list[Tensor]]] = []
+def find_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """By the name of a product, the norm whose results it alone takes: those of pre-norm blocks."""
+    found: dict[str, Any] = {}
+    for name, block in model.named_modules():
+        if isinstance(block, Block) and block.norm_first:
+            found[f"{name}.attention.qkv"] = block.attention_norm
+            found[f"{name}.cross.q_proj"] = block.cross_norm
+            found[f"{name}.feedforward.{'gate_up' if block.feedforward.gated else 'up'}"] = block.feedforward_norm
     # A weight that several modules share can not be divided for one of them.
     uses = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
-    for name, block in model.named_modules():
-        if not isinstance(block, Block):
-            continue
-        step: Any = block.feedforward
-        first = "gate_up" if step.gated else "up"
-        norms: list[tuple[str, Any]] = [("attention.qkv", block.attention_norm), ("cross.q_proj", block.cross_norm)]
-        for product, norm in (*norms, (f"feedforward.{first}", block.feedforward_norm)) if block.norm_first else ():
-            if isinstance(norm, nn.LayerNorm | nn.RMSNorm):
-                weight: Any = block.get_submodule(product).weight
-                found.append((f"{name}.{product}", partial(divide_norm, norm), [*norm.parameters(), weight]))
-        if step.gated:
-            tensors = [*step.gate_up.parameters(), step.down.weight]
-            found.append((f"{name}.feedforward.down", partial(divide_up, step), tensors))
-    return {name: divide for name, divide, tensors in found if all(uses[id(each)] == 1 for each in tensors)}
+    return {
+        name: norm
+        for name, norm in found.items()
+        if isinstance(norm, nn.LayerNorm | nn.RMSNorm)
+        and all(uses[id(each)] == 1 for each in (*norm.parameters(), model.get_submodule(name).weight))
+    }
 
 
-def divide_norm(norm: nn.Module, factors: Float[Tensor, " D"]) -> None:
+def divide(norm: nn.Module, factors: Float[Tensor, " D"]) -> None:
+    """Its results, by changing its parameters."""
     for name, parameter in list(norm.named_parameters()):
         setattr(norm, name, nn.Parameter((parameter / factors).to(parameter.dtype), requires_grad=False))
-
-
-def divide_up(step: Any, factors: Float[Tensor, " F"]) -> None:
-    """Of down(f(gate(x)) * up(x)) the rows of up, which are rounded already, and its bias."""
-    gate_up, factors = step.gate_up, torch.cat([torch.ones_like(factors), factors])
-    gate_up.weight.divide_rows(factors)
-    if gate_up.bias is not None:
-        of_biased = factors[-len(gate_up.bias) :]
-        gate_up.bias = nn.Parameter((gate_up.bias / of_biased).to(gate_up.bias.dtype), requires_grad=False)
 
 
 @torch.no_grad()
 def round_in_turn(
     model: nn.Module,
     names: Collection[str],
-    makers: Mapping[str, Divide],
+    norms: Mapping[str, nn.Module],
     call: Callable[[Any], object],
     replace: Callable[[str, Tensor, Tensor | None], None],
 ) -> None:
     """Call `replace(name, hessian, factors)` for each module when its inputs are known, before it computes. Its columns are to be
-    multiplied by the factors, by which what makes its inputs has been divided."""
+    multiplied by the factors, by which the norm before it (`find_norms`, before any weight is rounded) has been divided."""
     left = set(names)
 
     def hook(name: str, module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor] | None:
@@ -143,9 +128,9 @@ def round_in_turn(
         hessian = second_moments(x.flatten(0, -2).float())
         if not hessian.isfinite().all():
             raise InputError(f"the inputs of {name} are not all numbers on these texts: the model's weights are spoilt")
-        if name in makers:
+        if name in norms:
             factors = balancing_factors(module.weight, hessian)
-            makers[name](factors)
+            divide(norms[name], factors)
             x, hessian = (x / factors).to(x.dtype), hessian / factors / factors[:, None]
         replace(name, hessian, factors)
         left.remove(name)

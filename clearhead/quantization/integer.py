@@ -33,7 +33,7 @@ from clearhead.kernels.packed import Packed, tile, tile_offsets, untile
 from clearhead.layers.embedding import TokenEmbedding, TokenHead
 from clearhead.layers.linear import FusedLinear
 from clearhead.limits import QUANTIZATIONS
-from clearhead.quantization.calibration import Calibration, find_makers, make_pass, round_in_turn
+from clearhead.quantization.calibration import Calibration, find_norms, make_pass, round_in_turn
 from clearhead.quantization.int4_rounding import FITS, GROUP, SHRINKS, gptq, search
 
 PIECE = 2**22  # weights unpacked at a time
@@ -64,7 +64,7 @@ def quantize(model: Some, kind: str, *, calibrate: Calibration | None = None) ->
             f"calibrate=TEXTS is for weights of 4 bits, and this model has none: widths {sorted(set(inner.values()))} are no "
             f"multiples of {GROUP}; leave it out"
         )
-    makers = {} if call is None else find_makers(model)
+    norms = {} if call is None else find_norms(model)
     held: dict[int, Quantized] = {}  # by id(parameter): a shared weight stays shared
 
     def replace(name: str, hessian: Tensor | None = None, factors: Tensor | None = None) -> None:
@@ -81,7 +81,7 @@ def quantize(model: Some, kind: str, *, calibrate: Calibration | None = None) ->
         if call is None or name not in narrow:
             replace(name)
     if call is not None:
-        round_in_turn(model, narrow, makers, call, replace)
+        round_in_turn(model, narrow, norms, call, replace)
     return model
 
 
@@ -162,12 +162,6 @@ class Quantized(Packed):
             if isinstance(rows, Tensor) and rows.shape == (self.shape[0], self.widths[name]):
                 state_dict[prefix + name] = tile(rows, WIDTH[name])
         super()._load_from_state_dict(state_dict, prefix, *args, **named)
-
-    def divide_rows(self, factors: Float[Tensor, " N"]) -> None:
-        """Row n by factors[n]."""
-        for name in self.tensors[1:]:
-            rows = (self.held(name).float() / factors[:, None]).half()
-            setattr(self, name, tile(rows, WIDTH[name]) if self.is_tiled else rows)
 
     def product(self, x: Float[Tensor, "*_ D"], bias: Float[Tensor, " N"] | None) -> Float[Tensor, "*_ N"]:
         if torch.is_grad_enabled() and x.requires_grad:
