@@ -12,7 +12,7 @@ LONGEST = 8  # matches of so many tokens or more are counted together
 # How often the token after a match of 0, 1 ... LONGEST tokens is right, before any was seen.
 FIRST_RATES = 0.0, 0.0, 0.43, 0.54, 0.62, 0.69, 0.75, 0.79, 0.82
 MEMORY = 8  # predictions: the weight of older ones falls by 1 / MEMORY with each new one
-# A row more takes a tenth (float32) to a third (4 bits) of a decode step with one row.
+# A row more takes a tenth (float32) to a sixth (4 bits) of a decode step with one row.
 WORTH = 0.4  # draft a token if it is at least as likely as this to be accepted
 
 
