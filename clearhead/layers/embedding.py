@@ -43,7 +43,7 @@ class TokenEmbedding(nn.Embedding):
         x = F.embedding(ids, self.weight) if x is None else x
         return x if self.factor == 1.0 else x * self.factor
 
-    def check(self, tokens: object) -> Tensor:
+    def check(self, tokens: Tensor) -> Tensor:
         """Refuse anything but a batch of ids."""
         if getattr(tokens, "ndim", 0) != 2 or tokens.dtype not in (torch.int64, torch.int32):
             raise InputError(
