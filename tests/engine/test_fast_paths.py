@@ -122,8 +122,9 @@ class Seen:
         real = DecodeStep.run
 
         def run(step: DecodeStep, *args: Any) -> Tensor:
-            self.logits.append(real(step, *args))
-            return self.logits[-1]
+            logits = real(step, *args)
+            self.logits.append(logits.clone())  # the next step writes to the same memory
+            return logits
 
         monkeypatch.setattr(DecodeStep, "run", run)
 
